@@ -1,0 +1,1 @@
+"""Standalone benchmarks of the norm, each runnable by itself."""

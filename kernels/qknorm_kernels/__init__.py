@@ -1,0 +1,1 @@
+"""Triton kernels of the norm. Imports torch and triton, never qknorm."""

@@ -1,0 +1,17 @@
+"""Dtype-preserving q/k normalisation for diffusion transformers."""
+
+from .adapters import register_norm
+from .functional import backend_for, qk_rms_norm, rms_norm
+from .module import QKRMSNorm
+from .replace import find_qk_norms, replace_qk_norms, restore_qk_norms
+
+__all__ = [
+    "QKRMSNorm",
+    "backend_for",
+    "find_qk_norms",
+    "qk_rms_norm",
+    "register_norm",
+    "replace_qk_norms",
+    "restore_qk_norms",
+    "rms_norm",
+]

@@ -1,0 +1,277 @@
+"""The operators ``torch.ops.qknorm.*``: schemas, implementations, fakes, autograd, vmap and decompositions.
+
+Imports torch and ``reference`` alone; Inductor and everything else are looked for when first needed.
+
+Two pairs of operators have the same implementation. ``rms_norm`` and ``rms_norm_backward`` are decomposed by Inductor
+into ``reference.py``, so that compiled code fuses them with their neighbours; ``rms_norm_opaque`` and
+``rms_norm_backward_opaque`` never are. An operator that has a decomposition cannot also stay in an Inductor graph, so
+a flag would not do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKeySet
+
+from . import reference
+
+# Compilers' disk caches know an operator by its name and constants, not by its decomposition: raise this when the maths
+# changes, so that a new release never runs old compiled code.
+REVISION = 1
+
+_LIB = torch.library.Library("qknorm", "DEF")
+_OPTIONS = "bool unit_offset=False, str rounding='once'"
+_FORWARD = f"(Tensor x, Tensor? weight, float eps, {_OPTIONS}, int revision=0) -> (Tensor y, Tensor rstd)"
+# The mask is an int, not two bools: DTensor's sharding cache hashes arguments from the first int on.
+_BACKWARD = (
+    f"(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, {_OPTIONS}, int mask=3, int revision=0)"
+    " -> (Tensor dx, Tensor dw)"
+)
+for _suffix in ("", "_opaque"):
+    _LIB.define(f"rms_norm{_suffix}{_FORWARD}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIB.define(f"rms_norm_backward{_suffix}{_BACKWARD}", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def launch_forward(
+    x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str
+) -> tuple[Tensor, Tensor]:
+    """``(y, rstd)`` without autograd, on the tensor's own device."""
+    with torch._C._DisableAutocast():
+        if x.device.type == "cpu":
+            return reference.rms_norm_in_blocks(x, weight, eps, unit_offset, rounding)
+        return reference.rms_norm(x, weight, eps, unit_offset, rounding)
+
+
+def launch_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, unit_offset: bool, rounding: str, mask: int
+) -> tuple[Tensor, Tensor]:
+    """``(dx, dw)`` without autograd; what ``mask`` does not want is an empty tensor."""
+    with torch._C._DisableAutocast():
+        if x.device.type == "cpu":
+            return reference.rms_norm_backward_in_blocks(dy, x, weight, rstd, unit_offset, rounding, mask)
+        return reference.rms_norm_backward(dy, x, weight, rstd, 0.0, unit_offset, rounding, mask)
+
+
+def composite(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str) -> tuple[Tensor, Tensor]:
+    """The forward as plain differentiable torch, for functorch, forward-mode AD, exporters and TorchScript."""
+    y, rstd = reference.rms_norm(x, weight, eps, unit_offset, rounding, straight_through=True)
+    return y, rstd.detach()
+
+
+class EagerRMSNorm(torch.autograd.Function):
+    """Eager autograd over the raw launcher: no operator boundary, a third of its host time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str) -> Tensor:
+        y, rstd = launch_forward(x, weight, eps, unit_offset, rounding)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.options = (eps, unit_offset, rounding)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, dy, None), None, None, None
+
+
+class _OperatorRMSNorm(torch.autograd.Function):
+    """Autograd of the operators, applied by their Autograd kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, suffix: str, eps: float, unit_offset: bool, rounding: str, rev: int
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, rstd = _op("rms_norm", suffix)(x, weight, eps, unit_offset, rounding, rev)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_forward(x, weight)
+        ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)
+        ctx.options = (eps, unit_offset, rounding)
+        ctx.suffix, ctx.revision = suffix, rev
+        return y, rstd
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, dy, _op("rms_norm_backward", ctx.suffix)), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None, *_: Any) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        eps, unit_offset, rounding = ctx.options
+        return reference.rms_norm_jvp(x, weight, eps, unit_offset, rounding, x_tangent, weight_tangent), None
+
+
+def _gradients(ctx: Any, dy: Tensor | None, op: Any) -> tuple[Tensor | None, Tensor | None]:
+    if dy is None:
+        return None, None
+    x, weight, rstd = ctx.saved_tensors
+    eps, unit_offset, rounding = ctx.options
+    wants_dx, wants_dw = ctx.needs_input_grad[:2]
+    mask = wants_dx + 2 * wants_dw
+    if torch.is_grad_enabled() or needs_composite():
+        # Double backward: from x, since the saved rstd is a constant and would cut the graph.
+        dx, dw = reference.rms_norm_backward(
+            dy, x, weight, None, eps, unit_offset, rounding, mask, straight_through=True
+        )
+    elif op is None:
+        dx, dw = launch_backward(dy, x, weight, rstd, unit_offset, rounding, mask)
+    else:
+        dx, dw = op(dy, x, weight, rstd, eps, unit_offset, rounding, mask, ctx.revision)
+    return dx if wants_dx else None, dw if wants_dw else None
+
+
+def _op(name: str, suffix: str = "") -> Any:
+    return getattr(torch.ops.qknorm, name + suffix).default
+
+
+def needs_composite() -> bool:
+    """Whether a functorch transform or a forward-mode AD level is active: plain torch composes with all of them."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_plain(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether the eager path may skip the operator: plain tensors and nothing that must see an operator go by."""
+    return (
+        type(x) in _PLAIN_TYPES
+        and (weight is None or type(weight) in _PLAIN_TYPES)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not needs_composite()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _register(suffix: str) -> None:
+    forward, backward = f"rms_norm{suffix}", f"rms_norm_backward{suffix}"
+
+    def forward_impl(
+        x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool = False, rounding: str = "once", rev: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        return launch_forward(x, weight, eps, unit_offset, rounding)
+
+    def backward_impl(
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        eps: float,
+        unit_offset: bool = False,
+        rounding: str = "once",
+        mask: int = 3,
+        rev: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        return launch_backward(dy, x, weight, rstd, unit_offset, rounding, mask)
+
+    def forward_fake(x: Tensor, weight: Tensor | None, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        _register_decompositions_if_compiling()
+        return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=reference.accumulate_dtype(x))
+
+    def backward_fake(
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        eps: float,
+        unit_offset: bool = False,
+        rounding: str = "once",
+        mask: int = 3,
+        revision: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        dx = x.new_empty(x.shape if mask & 1 else 0)
+        dw = weight.new_empty(weight.shape) if mask & 2 and weight is not None else x.new_empty(0)
+        return dx, dw
+
+    def forward_autograd(
+        keyset: DispatchKeySet,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        unit_offset: bool = False,
+        rounding: str = "once",
+        rev: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        if needs_composite():
+            return composite(x, weight, eps, unit_offset, rounding)
+        return _OperatorRMSNorm.apply(x, weight, suffix, eps, unit_offset, rounding, rev or REVISION)
+
+    def backward_autograd(
+        keyset: DispatchKeySet,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        eps: float,
+        unit_offset: bool = False,
+        rounding: str = "once",
+        mask: int = 3,
+        rev: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, x, weight))
+        if wants_grad or needs_composite():
+            return reference.rms_norm_backward(
+                dy, x, weight, None, eps, unit_offset, rounding, mask, straight_through=True
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return _op("rms_norm_backward", suffix)(
+                dy, x, weight, rstd, eps, unit_offset, rounding, mask, rev or REVISION
+            )
+
+    # No torch.vmap in these two: a nested one fails while Dynamo traces a vmap.
+    def forward_vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Tensor | None, *options: Any) -> Any:
+        x = x.movedim(in_dims[0], 0) if in_dims[0] is not None else x.expand(info.batch_size, *x.shape)
+        if weight is not None and in_dims[1] is not None:
+            weight = weight.movedim(in_dims[1], 0)
+            weight = weight.view(info.batch_size, *(1,) * (x.dim() - 2), weight.shape[-1])
+        return reference.rms_norm(x, weight, *options[:3]), (0, 0)
+
+    def backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        samples = []
+        for i in range(info.batch_size):
+            one = (a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True))
+            samples.append(_op(backward)(*one))
+        return tuple(map(torch.stack, zip(*samples, strict=True))), (0, 0)
+
+    for name, impl, fake, autograd, vmap in (
+        (forward, forward_impl, forward_fake, forward_autograd, forward_vmap),
+        (backward, backward_impl, backward_fake, backward_autograd, backward_vmap),
+    ):
+        _LIB.impl(name, impl, "CompositeExplicitAutograd")
+        _LIB.impl(name, autograd, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"qknorm::{name}", fake, lib=_LIB)
+        torch.library.register_vmap(f"qknorm::{name}", vmap, lib=_LIB)
+
+
+_decompositions_registered = False
+
+
+def _register_decompositions_if_compiling() -> None:
+    """Give Inductor ``reference.py`` as decomposition; its import costs a second, so not before something compiles.
+
+    The fake kernel runs under a ``TracingContext`` before Inductor picks its table of decompositions.
+    """
+    global _decompositions_registered
+    if _decompositions_registered or torch._guards.TracingContext.try_get() is None:
+        return
+    from torch._inductor import decomposition
+
+    # The last argument of both is the revision, which the maths does not take.
+    def forward(x: Tensor, weight: Tensor | None, eps: float, *options: Any) -> tuple[Tensor, Tensor]:
+        return reference.rms_norm(x, weight, eps, *options[:2])
+
+    def backward(
+        dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return reference.rms_norm_backward(dy, x, weight, rstd, eps, *options[:3])
+
+    decomposition.register_decomposition([_op("rms_norm")])(forward)
+    decomposition.register_decomposition([_op("rms_norm_backward")])(backward)
+    decomposition.fast_random_decomps.cache_clear()
+    _decompositions_registered = True
+
+
+_register("")
+_register("_opaque")
