@@ -6,21 +6,25 @@ of the class that it replaces, built when first asked for, so that importing thi
 """
 
 import importlib
-from dataclasses import dataclass
+import numbers
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import adapters, functional, reference
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What ``restore_qk_norms`` needs: the class that was replaced, and the attributes that it did not have."""
+    """What ``restore_qk_norms`` needs: the class that was replaced, and which attributes were added and changed."""
 
     cls: type
     added: tuple[str, ...]
+    changed: dict[str, Any] = field(default_factory=dict)  # to what they were
 
 
 class QKRMSNorm(nn.RMSNorm):
@@ -49,7 +53,7 @@ class QKRMSNorm(nn.RMSNorm):
     ) -> None:
         functional.check_options(rounding, backend)
         nn.Module.__init__(self)  # nn.RMSNorm's own would call the parameter ``weight`` in the kin, too
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape = _as_shape(normalized_shape)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.unit_offset = unit_offset
@@ -88,14 +92,17 @@ class QKRMSNorm(nn.RMSNorm):
         return from_adapter(norm, adapter)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters.get(self.weight_name)
-        if weight is None:
-            weight = getattr(self, self.weight_name)
-        if len(self.normalized_shape) != 1:
-            return self._forward_over_many(x, weight)
-        return functional.rms_norm(
-            x, weight, self.eps, unit_offset=self.unit_offset, rounding=self.rounding, backend=self.backend
-        )
+        if torch.jit.is_scripting():
+            return _scripted(x, self.weight, self.eps, len(self.normalized_shape), self.unit_offset, self.rounding)
+        else:  # explicit, for TorchScript compiles whatever follows the if
+            weight = self._parameters.get(self.weight_name)
+            if weight is None:
+                weight = getattr(self, self.weight_name)
+            if len(self.normalized_shape) != 1:
+                return self._forward_over_many(x, weight)
+            return functional.rms_norm(
+                x, weight, self.eps, unit_offset=self.unit_offset, rounding=self.rounding, backend=self.backend
+            )
 
     def _forward_over_many(self, x: Tensor, weight: Tensor | None) -> Tensor:
         dims = len(self.normalized_shape)
@@ -123,25 +130,36 @@ class QKScaleRMSNorm(QKRMSNorm):
     """``QKRMSNorm`` whose parameter is called ``scale``, as in BFL's code; ``weight`` reads it too."""
 
     weight_name = "scale"
-    weight = property(lambda self: self.scale)
+    scale: Tensor | None
+
+    @property
+    def weight(self) -> Tensor | None:  # type: ignore[override]
+        """``scale``, under the name by which others read it; a parameter of that name would be seen by ``state_dict``."""
+        return self.scale
 
 
 class QKGammaRMSNorm(QKRMSNorm):
     """``QKRMSNorm`` whose parameter is called ``gamma``, as in Stable Audio 3; ``weight`` reads it too."""
 
     weight_name = "gamma"
-    weight = property(lambda self: self.gamma)
+    gamma: Tensor | None
+
+    @property
+    def weight(self) -> Tensor | None:  # type: ignore[override]
+        """``gamma``, under the name by which others read it; a parameter of that name would be seen by ``state_dict``."""
+        return self.gamma
 
 
 class QKBiasRMSNorm(QKRMSNorm):
     """``QKRMSNorm`` with a bias, added in the dtype in which the replaced class adds it. Torch path only."""
 
+    bias: Tensor | None
+
     def forward(self, x: Tensor) -> Tensor:
         functional.check_tensors(x, self.weight)
         eps = reference.default_eps(x) if self.eps is None else self.eps
-        bias = self._parameters["bias"]
         return reference.rms_norm(
-            x, self.weight, eps, self.unit_offset, self.rounding, bias=bias, straight_through=True
+            x, self.weight, eps, self.unit_offset, self.rounding, bias=self.bias, straight_through=True
         )[0]
 
 
@@ -172,36 +190,62 @@ def __getattr__(name: str) -> type:
 
 def is_ours(norm: nn.Module) -> bool:
     """Whether a module is a ``QKRMSNorm``, one of its kin, or a twin."""
-    return isinstance(norm, QKRMSNorm) or (type(norm).__module__ == __name__ and type(norm).__name__ in _TWINS)
+    return isinstance(norm, QKRMSNorm) or any(
+        cls.__module__ == __name__ and cls.__name__ in _TWINS for cls in type(norm).__mro__
+    )
 
 
 def obstacle_to(norm: nn.Module, adapter: adapters.Adapter) -> str | None:
     """Why this very module cannot be replaced, and the way out; None where it can."""
-    if "forward" in norm.__dict__:
-        return "a hook (accelerate, diffusers offloading) took over its forward; replace before it is attached"
-    if norm._compiled_call_impl is not None:
-        return "it is compiled by itself; replace before norm.compile()"
-    if any(getattr(hook, "with_module", False) for hook in norm._load_state_dict_pre_hooks.values()):
-        return "a load_state_dict hook is bound to the module object; replace before it is registered"
-    if norm._modules:
-        return f"it has submodules ({', '.join(norm._modules)})"
-    if adapter.twin:
-        return None
+    obstacle = obstacle_to_rebuilding(norm)
+    if obstacle or adapter.twin:
+        return obstacle
     for name, value in adapter.requires.items():
         if getattr(norm, name, None) != value:
             return f"its {name} is {getattr(norm, name, None)!r}; only {value!r} is known to be bit-equal"
+    if isinstance(adapter.eps, str) and not hasattr(norm, adapter.eps):
+        return f"it has no attribute {adapter.eps!r}, which its adapter names as eps"
     unknown = [name for name in norm._parameters if name not in (adapter.weight, "bias")] + list(norm._buffers)
     if unknown:
         return f"it has parameters or buffers of its own ({', '.join(unknown)})"
+    own_format = [name for name in _STATE_METHODS if getattr(type(norm), name) is not getattr(nn.Module, name)]
+    if own_format:
+        return f"its class has a {own_format[0]} of its own, which would be lost"
     weight = getattr(norm, adapter.weight, None)
-    if getattr(norm, "bias", None) is not None and (adapter.weight != "weight" or weight is None):
+    if _bias(norm) is not None and (adapter.weight != "weight" or weight is None):
         return "it has a bias but no weight parameter"
-    if weight is None:
-        return None if _shape_without_weight(norm) else "it has no weight, and no dim or normalized_shape to go by"
-    if weight.dtype not in functional.FLOAT_DTYPES:
-        return f"its {adapter.weight} is {weight.dtype} ({type(weight).__name__}), quantised; dequantise it first"
-    if type(weight) not in (nn.Parameter, Tensor):
-        return f"its {adapter.weight} is a {type(weight).__name__}; replace before sharding or wrapping the model"
+    for name, tensor in ((adapter.weight, weight), ("bias", _bias(norm))):
+        if tensor is not None and tensor.dtype not in functional.FLOAT_DTYPES:
+            return f"its {name} is {tensor.dtype} ({type(tensor).__name__}), quantised; dequantise it first"
+    shape = _shape(norm, weight)
+    if shape is None:
+        return "it has no weight, and no dim or normalized_shape to go by"
+    if len(shape) != 1 and (not shape or not isinstance(norm, nn.RMSNorm)):
+        return f"its shape is {shape}; only torch.nn.RMSNorm is known to norm over several dimensions"
+    return None
+
+
+def obstacle_to_rebuilding(norm: nn.Module) -> str | None:
+    """Why neither ``replace_qk_norms`` nor ``restore_qk_norms`` may put another module object in place of ``norm``."""
+    if "forward" in norm.__dict__ and not _is_own_forward(norm):
+        return (
+            "a hook (accelerate, diffusers offloading) took over its forward; remove it, or swap before it is attached"
+        )
+    if _has_diffusers_hooks(norm):
+        return "diffusers hooks are bound to it; remove them, or swap before they are attached"
+    if norm._compiled_call_impl is not None:
+        return "it is compiled by itself; swap before norm.compile()"
+    if any(getattr(hook, "with_module", False) for hook in norm._load_state_dict_pre_hooks.values()):
+        return "a load_state_dict hook is bound to the module object; swap before it is registered"
+    if nn.utils.parametrize.is_parametrized(norm):
+        return "it is parametrised; remove the parametrisation, or swap before adding it"
+    if norm._modules:
+        return f"it has submodules ({', '.join(norm._modules)})"
+    if type(norm._parameters) not in (dict, OrderedDict):
+        return f"its parameters are kept by a {type(norm._parameters).__name__}; swap before wrapping the model"
+    for name, tensor in norm._parameters.items():
+        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, FakeTensor):
+            return f"its {name} is a {type(tensor).__name__}; swap before sharding, quantising or wrapping the model"
     return None
 
 
@@ -213,17 +257,19 @@ def from_adapter(norm: nn.Module, adapter: adapters.Adapter, backend: str = "aut
         cls = globals().get(adapter.twin) or __getattr__(adapter.twin)
     else:
         weight = getattr(norm, adapter.weight, None)
-        cls = _KIN[adapter.weight] if getattr(norm, "bias", None) is None else QKBiasRMSNorm
+        cls = _KIN[adapter.weight] if _bias(norm) is None else QKBiasRMSNorm
         attributes = {
-            "normalized_shape": _shape_without_weight(norm) if weight is None else tuple(weight.shape),
+            "normalized_shape": _shape(norm, weight),
             "eps": getattr(norm, adapter.eps) if isinstance(adapter.eps, str) else adapter.eps,
             "elementwise_affine": weight is not None,
             "unit_offset": adapter.unit_offset,
             "rounding": adapter.rounding,
             "backend": backend,
         }
-    added = tuple(name for name in attributes if name not in norm.__dict__)
-    return _rebuilt(norm, cls, {**attributes, "_qknorm_origin": Origin(type(norm), (*added, "_qknorm_origin"))})
+    had = norm.__dict__
+    added = (*(name for name in attributes if name not in had), "_qknorm_origin")
+    changed = {name: had[name] for name, value in attributes.items() if name in had and had[name] is not value}
+    return _rebuilt(norm, cls, {**attributes, "_qknorm_origin": Origin(type(norm), added, changed)})
 
 
 def original_of(norm: nn.Module) -> nn.Module | None:
@@ -231,7 +277,7 @@ def original_of(norm: nn.Module) -> nn.Module | None:
     origin = norm.__dict__.get("_qknorm_origin")
     if origin is None:
         return None
-    old = _rebuilt(norm, origin.cls, {})
+    old = _rebuilt(norm, origin.cls, origin.changed)
     for name in origin.added:
         old.__dict__.pop(name, None)
     return old
@@ -241,13 +287,50 @@ def _rebuilt(norm: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) 
     new: nn.Module = cls.__new__(cls)
     # Hook dicts are shared on purpose: a RemovableHandle made before finds its hook in them.
     new.__dict__.update(norm.__dict__)
-    new.__dict__["_parameters"] = dict(norm._parameters)
+    new.__dict__["_parameters"] = type(norm._parameters)(norm._parameters)
+    # What removed hooks leave behind, and is bound to the module object: its own forward, an empty registry.
+    new.__dict__.pop("forward", None)
+    new.__dict__.pop("_diffusers_hook", None)
     new.__dict__.update(attributes)
     return new
 
 
-def _shape_without_weight(norm: nn.Module) -> tuple[int, ...] | None:
+# What a class may override to keep its state in a form of its own.
+_STATE_METHODS = ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state", "_apply")
+
+
+def _is_own_forward(norm: nn.Module) -> bool:
+    """Whether the instance attribute ``forward`` is the method of the class: accelerate leaves it so."""
+    forward = norm.__dict__["forward"]
+    return getattr(forward, "__self__", None) is norm and getattr(forward, "__func__", None) is type(norm).forward
+
+
+def _has_diffusers_hooks(norm: nn.Module) -> bool:
+    registry = norm.__dict__.get("_diffusers_hook")
+    return registry is not None and bool(getattr(registry, "hooks", True))
+
+
+def _bias(norm: nn.Module) -> Tensor | None:
+    bias = getattr(norm, "bias", None)
+    return bias if isinstance(bias, Tensor) else None
+
+
+def _shape(norm: nn.Module, weight: Tensor | None) -> tuple[int, ...] | None:
+    if weight is not None:
+        return tuple(weight.shape)
     shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
-    if isinstance(shape, int):
-        return (shape,)
-    return None if shape is None else tuple(shape)
+    return None if shape is None else _as_shape(shape)
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    return (int(shape),) if isinstance(shape, numbers.Integral) else tuple(shape)
+
+
+def _scripted(
+    x: Tensor, weight: Tensor | None, eps: float | None, dims: int, unit_offset: bool, rounding: str
+) -> Tensor:
+    """``QKRMSNorm.forward`` for ``torch.jit.script``, which knows tensors and operators alone."""
+    if eps is None:
+        eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
+    flat_weight = None if weight is None else weight.flatten()
+    return torch.ops.qknorm.rms_norm(x.flatten(-dims), flat_weight, eps, unit_offset, rounding)[0].view(x.shape)

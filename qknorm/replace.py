@@ -10,7 +10,7 @@ from torch import nn
 
 from . import functional
 from .adapters import QK_NORM_NAMES, Adapter, adapter_for, class_path
-from .module import from_adapter, is_ours, obstacle_to, original_of
+from .module import from_adapter, is_ours, obstacle_to, obstacle_to_rebuilding, original_of
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -43,8 +43,7 @@ class Report:
         groups: dict[tuple[str, str, str], int] = {}
         for entry in self.replaced + self.skipped:
             outcome = entry.after if entry.reason is None else f"skipped: {entry.reason}"
-            pattern = ".".join("*" if part.isdigit() else part for part in entry.fqn.split("."))
-            key = (pattern, entry.before, outcome or "")
+            key = (_pattern(entry.fqn), entry.before, outcome or "")
             groups[key] = groups.get(key, 0) + 1
         rows = [("module", "count", "from", "to")]
         rows += [(pattern, str(count), before, outcome) for (pattern, before, outcome), count in groups.items()]
@@ -85,19 +84,18 @@ def replace_qk_norms(model: nn.Module, *, filter: Filter | None = None, backend:
         functional.backend_for(next(model.parameters(), torch.empty(0)), backend)
     report = Report("replace_qk_norms")
     made: dict[int, nn.Module] = {}
-    for slot in list(_slots(model, filter)):
+    places: list[_Place] = []
+    for slot in _slots(model, filter):
         if slot.module is None or isinstance(slot.verdict, str):
             report.skipped.append(Entry(slot.fqn, slot.class_name, reason=str(slot.verdict)))
             continue
-        new = made.setdefault(id(slot.module), from_adapter(slot.module, slot.verdict, backend))
-        setattr(slot.parent, slot.name, new)
+        new = made.get(id(slot.module)) or from_adapter(slot.module, slot.verdict, backend)
+        made[id(slot.module)] = new
+        places.append((slot.parent, slot.name, new))
         report.replaced.append(Entry(slot.fqn, slot.class_name, type(new).__name__))
+    _put(places)
     if not report.replaced and not any(entry.reason == _REPLACED for entry in report.skipped):
-        seen = sorted({class_path(type(m)) for m in model.modules() if "norm" in type(m).__name__.lower()})
-        warnings.warn(
-            "replace_qk_norms found no q/k norm to replace; norm-like modules seen: " + (", ".join(seen) or "none"),
-            stacklevel=2,
-        )
+        warnings.warn(_nothing_found(model, report), stacklevel=2)
     return report
 
 
@@ -109,24 +107,56 @@ def restore_qk_norms(model: nn.Module) -> Report:
     _check_model(model)
     report = Report("restore_qk_norms")
     made: dict[int, nn.Module] = {}
-    for parent, name, fqn, module, _ in list(_children(model, "", None)):
+    places: list[_Place] = []
+    for parent, name, fqn, module, wrapper in _children(model, "", None):
         if module is None or not is_ours(module):
             continue
         before = type(module).__name__
-        old = made.get(id(module)) or original_of(module)
+        reason = _wrapped(parent, module, wrapper) or obstacle_to_rebuilding(module)
+        old = None if reason else made.get(id(module)) or original_of(module)
         if old is None:
-            report.skipped.append(Entry(fqn, before, reason="it replaced nothing: it was built as what it is"))
-            continue
-        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
-            report.skipped.append(Entry(fqn, before, reason="a hook took over its forward; remove that first"))
+            reason = reason or "it replaced nothing: it was built as what it is"
+            report.skipped.append(Entry(fqn, before, reason=reason))
             continue
         made[id(module)] = old
-        setattr(parent, name, old)
+        places.append((parent, name, old))
         report.replaced.append(Entry(fqn, before, type(old).__name__))
+    _put(places)
     return report
 
 
 _REPLACED = "it is replaced already"
+_Place = tuple[nn.Module, str, nn.Module]
+
+
+def _put(places: list[_Place]) -> None:
+    """Set every module in its place, or none of them."""
+    before = [(parent, name, getattr(parent, name)) for parent, name, _ in places]
+    try:
+        for parent, name, module in places:
+            setattr(parent, name, module)
+    except BaseException:
+        for parent, name, module in before:
+            parent._modules[name] = module
+        raise
+
+
+def _nothing_found(model: nn.Module, report: Report) -> str:
+    seen = {f"{_pattern(n)} ({class_path(type(m))})" for n, m in model.named_modules() if _is_norm_like(m)}
+    skipped = sorted({f"{_pattern(entry.fqn)}: {entry.reason}" for entry in report.skipped})
+    parts = ["replace_qk_norms found no q/k norm to replace"]
+    if skipped:
+        parts.append("skipped: " + ", ".join(skipped))
+    return "; ".join([*parts, "norm-like modules seen: " + (", ".join(sorted(seen)) or "none")])
+
+
+def _is_norm_like(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _pattern(fqn: str) -> str:
+    """``fqn`` with a star for each number, so that the blocks of a model are one."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
 @dataclass(frozen=True)
@@ -151,26 +181,45 @@ def _slots(model: nn.Module, filter: Filter | None) -> Iterator[_Slot]:
         else:
             wanted = module is not None and filter(fqn, module)
         if wanted:
-            yield _Slot(parent, name, fqn, module, _verdict(module, wrapper))
+            yield _Slot(parent, name, fqn, module, _verdict(parent, module, wrapper))
+
+
+# The attributes by which wrappers (PEFT, activation checkpointing, torch.compile) hold the module that they wrap.
+_WRAPPED_ATTRIBUTES = frozenset({"original_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def _base_name(fqn: str) -> str:
-    """The attribute name that counts: PEFT's ``modules_to_save`` puts the norm two levels below it."""
+    """The attribute name that counts: wrappers put the norm a level below it, PEFT's ``modules_to_save`` two."""
     parts = fqn.split(".")
-    if parts[-1] == "original_module":
-        parts = parts[:-1]
-    elif "modules_to_save" in parts[-2:-1]:
-        parts = parts[:-2]
-    return parts[-1] if parts else ""
+    while len(parts) > 1:
+        if parts[-1] in _WRAPPED_ATTRIBUTES:
+            parts = parts[:-1]
+        elif parts[-2] == "modules_to_save" and len(parts) > 2:
+            parts = parts[:-2]
+        else:
+            break
+    return parts[-1]
 
 
-def _verdict(module: nn.Module | None, wrapper: str | None) -> Adapter | str:
+def _wrapped(parent: nn.Module, module: nn.Module, wrapper: str | None) -> str | None:
+    """Why the wrappers around a norm forbid to swap it."""
+    if wrapper:
+        return f"the model is wrapped in {wrapper}; swap before wrapping"
+    if _wrapper_name(module):
+        return "it is wrapped by FSDP; swap before fully_shard"
+    if parent._modules.get("_orig_mod") is module:  # torch.compile's OptimizedModule calls the module that it was given
+        return "it is compiled by itself; swap before torch.compile(norm), or compile the block around it"
+    return None
+
+
+def _verdict(parent: nn.Module, module: nn.Module | None, wrapper: str | None) -> Adapter | str:
     if module is None:
         return "the model has no norm there"
     if is_ours(module):
         return _REPLACED
-    if wrapper:
-        return f"the model is wrapped in {wrapper}; replace before wrapping"
+    reason = _wrapped(parent, module, wrapper)
+    if reason:
+        return reason
     cls = type(module)
     adapter = adapter_for(cls)
     if isinstance(adapter, Adapter):
@@ -178,11 +227,9 @@ def _verdict(module: nn.Module | None, wrapper: str | None) -> Adapter | str:
     if adapter is not None:
         return adapter
     if nn.utils.parametrize.is_parametrized(module):
-        return "it is parametrised; remove the parametrisation, or replace before adding it"
-    if _wrapper_name(module):
-        return "it is wrapped by FSDP; replace before fully_shard"
-    if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
-        return "it is PEFT's wrapper; the norms inside it are looked at one by one"
+        return "it is parametrised; remove the parametrisation, or swap before adding it"
+    if _WRAPPED_ATTRIBUTES & module._modules.keys():
+        return f"it is a wrapper ({cls.__name__}); the norms inside it are looked at one by one"
     known = [base for base in cls.__mro__[1:] if isinstance(adapter_for(base), Adapter)]
     if known:
         return (
