@@ -89,6 +89,10 @@ def register_norm(cls: type, adapter: Adapter) -> None:
         raise ValueError(f"adapter.rounding must be 'once', 'weight' or 'input', but is {adapter.rounding!r}")
     if adapter.weight not in ("weight", "scale", "gamma"):
         raise ValueError(f"adapter.weight must be 'weight', 'scale' or 'gamma', but is {adapter.weight!r}")
+    if not (adapter.eps is None or isinstance(adapter.eps, str | float | int)):
+        raise TypeError(f"adapter.eps must be the name of an attribute, a number or None, but is {adapter.eps!r}")
+    if adapter.twin is not None:
+        raise ValueError(f"adapter.twin is for the classes that qknorm knows, but is {adapter.twin!r}")
     _REGISTERED[cls] = adapter
 
 

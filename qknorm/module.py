@@ -134,7 +134,7 @@ class QKScaleRMSNorm(QKRMSNorm):
 
     @property
     def weight(self) -> Tensor | None:  # type: ignore[override]
-        """``scale``, under the name by which others read it; a parameter of that name would be seen by ``state_dict``."""
+        """``scale``, by the name that others read; a parameter of that name would be in ``state_dict``."""
         return self.scale
 
 
@@ -146,7 +146,7 @@ class QKGammaRMSNorm(QKRMSNorm):
 
     @property
     def weight(self) -> Tensor | None:  # type: ignore[override]
-        """``gamma``, under the name by which others read it; a parameter of that name would be seen by ``state_dict``."""
+        """``gamma``, by the name that others read; a parameter of that name would be in ``state_dict``."""
         return self.gamma
 
 

@@ -1,4 +1,4 @@
-"""Norm classes and small models that the tests share: every spelling of a q/k norm, and what tells two results apart."""
+"""Norm classes and small models that the tests share, and what tells two results apart."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
 from diffusers.models.autoencoders.autoencoder_same import DynamicTanh
 from diffusers.models.normalization import LpNorm, MochiRMSNorm
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
@@ -203,3 +204,27 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """Equal in dtype, shape and every bit; the sign of zero and the payload of NaN apart."""
     assert actual.dtype is expected.dtype, f"{actual.dtype} instead of {expected.dtype}"
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def flux(dtype: torch.dtype = torch.float32) -> tuple[FluxTransformer2DModel, dict[str, Tensor]]:
+    """A small Flux with six q/k norms and two attention calls, the same at every call, and its inputs."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4).to(dtype),
+        "encoder_hidden_states": torch.randn(1, 8, 32).to(dtype),
+        "pooled_projections": torch.randn(1, 32).to(dtype),
+        "timestep": torch.ones(1).to(dtype),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
+    return model.to(dtype).eval(), inputs
