@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from qknorm import adapters, register_norm
 
@@ -23,3 +24,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reasons = [report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr) for report in skipped]
     if any("no GPU" not in reason for reason in reasons) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of small tensors: on a busy machine a second thread costs milliseconds an operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
