@@ -31,6 +31,8 @@ setup(
         "diffusers": DIFFUSERS,
         "triton": TRITON,
         "flash-attn": ["flash-attn>=2.6.3,<3"],
+        # A pre-release, so all that it was tried with is pinned. quack-kernels imports triton without asking for it.
+        "flash-attn-4": ["flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "quack-kernels==0.6.5", *TRITON],
         "demo": [*DIFFUSERS, *CLI],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.14", "mypy>=1.18", "pre-commit>=4", "build>=1.2"],

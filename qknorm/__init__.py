@@ -1,13 +1,17 @@
 """Dtype-preserving q/k normalisation for diffusion transformers."""
 
 from .adapters import register_norm
+from .audit import audit_qk_dtypes
+from .autocast import emulate_cuda_autocast
 from .functional import backend_for, qk_rms_norm, rms_norm
 from .module import QKRMSNorm
 from .replace import find_qk_norms, replace_qk_norms, restore_qk_norms
 
 __all__ = [
     "QKRMSNorm",
+    "audit_qk_dtypes",
     "backend_for",
+    "emulate_cuda_autocast",
     "find_qk_norms",
     "qk_rms_norm",
     "register_norm",

@@ -231,8 +231,6 @@ def obstacle_to_rebuilding(norm: nn.Module) -> str | None:
         return (
             "a hook (accelerate, diffusers offloading) took over its forward; remove it, or swap before it is attached"
         )
-    if _has_diffusers_hooks(norm):
-        return "diffusers hooks are bound to it; remove them, or swap before they are attached"
     if norm._compiled_call_impl is not None:
         return "it is compiled by itself; swap before norm.compile()"
     if any(getattr(hook, "with_module", False) for hook in norm._load_state_dict_pre_hooks.values()):
@@ -245,7 +243,10 @@ def obstacle_to_rebuilding(norm: nn.Module) -> str | None:
         return f"its parameters are kept by a {type(norm._parameters).__name__}; swap before wrapping the model"
     for name, tensor in norm._parameters.items():
         if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, FakeTensor):
-            return f"its {name} is a {type(tensor).__name__}; swap before sharding, quantising or wrapping the model"
+            way_out = "swap before sharding or wrapping the model"
+            if tensor.dtype not in functional.FLOAT_DTYPES:
+                way_out = "quantised; dequantise it first"
+            return f"its {name} is a {type(tensor).__name__} of {tensor.dtype}; {way_out}"
     return None
 
 
@@ -303,11 +304,6 @@ def _is_own_forward(norm: nn.Module) -> bool:
     """Whether the instance attribute ``forward`` is the method of the class: accelerate leaves it so."""
     forward = norm.__dict__["forward"]
     return getattr(forward, "__self__", None) is norm and getattr(forward, "__func__", None) is type(norm).forward
-
-
-def _has_diffusers_hooks(norm: nn.Module) -> bool:
-    registry = norm.__dict__.get("_diffusers_hook")
-    return registry is not None and bool(getattr(registry, "hooks", True))
 
 
 def _bias(norm: nn.Module) -> Tensor | None:

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from dataclasses import dataclass
 
 import accelerate
 import peft
@@ -32,14 +33,17 @@ from norms import (
     flux,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import prune
 
-from qknorm import QKRMSNorm, find_qk_norms, register_norm, replace_qk_norms, restore_qk_norms
+from qknorm import QKRMSNorm, find_qk_norms, register_norm, replace_qk_norms, restore_qk_norms, tiny
 from qknorm.adapters import QK_NORM_NAMES, Adapter
 from qknorm.autocast import emulate_cuda_autocast
 from qknorm.module import Origin
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -346,7 +350,7 @@ def test_norms_under_fsdp_are_skipped_by_replace_and_restore(process_group, shar
 def test_a_part_of_a_sharded_model_is_skipped_by_the_type_of_its_weights(process_group):
     model = shard_blocks(Blocks())
     inner = nn.ModuleDict(dict(model.blocks[0].named_children()))
-    with pytest.warns(UserWarning, match="its weight is a DTensor; swap before sharding"):
+    with pytest.warns(UserWarning, match="its weight is a DTensor of torch.float32; swap before sharding"):
         assert len(replace_qk_norms(inner)) == 0
 
 
@@ -709,6 +713,16 @@ def test_to_and_meta_work_on_a_replaced_model(norm, dtype):
     assert_same_bits(empty.to(dtype)(x), expected)
 
 
+def test_a_model_of_fake_tensors_is_replaced():
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+        model = nn.ModuleDict({"norm_q": DiffusersRMSNorm(16, eps=1e-6)})
+        x = torch.randn(2, 5, 16, dtype=BF16)
+        assert model["norm_q"](x).dtype is FP32
+        assert len(replace_qk_norms(model)) == 1
+        assert model["norm_q"](x).dtype is BF16
+        assert model["norm_q"](x).device.type == "cuda"
+
+
 # Hooks
 
 
@@ -1046,6 +1060,19 @@ def test_compiled_blocks_work_before_and_after():
                 model(x)
 
 
+def test_a_compiled_model_is_replaced_through_its_wrapper():
+    model = torch.compile(Blocks(KNOWN["diffusers"]), backend="eager", fullgraph=True)
+    x = torch.randn(2, 5, 32)
+    expected = model(x)
+    report = replace_qk_norms(model)
+    assert report.replaced[0].fqn == "_orig_mod.blocks.0.norm_q"
+    assert_same_bits(model(x), expected)
+    model.bfloat16()
+    for block in model.blocks:
+        block.norm_q.float()  # a norm that hands back float32 makes attention raise
+    assert model(x.bfloat16()).dtype is BF16
+
+
 def test_peft_lora_works_before_and_after():
     x = torch.randn(2, 5, 32)
     config = peft.LoraConfig(target_modules=["to_q", "to_k"], init_lora_weights=False)
@@ -1209,3 +1236,84 @@ def test_from_pretrained_and_save_pretrained_work_in_any_dtype(tmp_path, dtype):
     expected = loaded(**inputs).sample
     assert len(replace_qk_norms(loaded)) == 6
     assert_same_bits(loaded(**inputs).sample, expected)
+
+
+# Whole models: one for each norm class and layout
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a model under CUDA's autocast: whether q and k leak with bf16 and with float32 weights."""
+
+    layout: str
+    leaks_with: tuple[torch.dtype, ...]
+    count: int  # of norms that can be replaced
+    rope_leaks_with: tuple[torch.dtype, ...] = ()  # still, since RoPE promotes after the norm
+
+
+FAMILIES = {
+    # torch.nn.RMSNorm
+    "FluxTransformer2DModel": Family("(B, S, H, D)", (BF16, FP32), 6),
+    "Flux2Transformer2DModel": Family("(B, S, H, D), strided in single blocks", (BF16, FP32), 6),
+    "Flux3Transformer2DModel": Family("(B, S, H, D), float32 on purpose", (), 8),
+    "ChromaTransformer2DModel": Family("(B, S, H, D)", (BF16, FP32), 6),
+    "BriaFiboTransformer2DModel": Family("(B, S, H, D), two norm classes", (BF16, FP32), 6),
+    "WanTransformer3DModel": Family("(B, S, H*D)", (BF16, FP32), 8),
+    "WanAnimateTransformer3DModel": Family("(B, S, H*D), 5-D keys", (BF16, FP32), 12),
+    "LTXVideoTransformer3DModel": Family("(B, S, H*D)", (BF16, FP32), 4),
+    "HiDreamImageTransformer2DModel": Family("(B, S, H*D), cast by the processor", (), 6),
+    "Kandinsky5Transformer3DModel": Family("(B, S, H, D), eps None, float32 on purpose", (), 6),
+    "Kandinsky6Transformer3DModel": Family("(B, S, H, D), eps None", (BF16, FP32), 16),
+    "JoyImageEditTransformer3DModel": Family("(B, S, H, D), strided", (BF16, FP32), 8),
+    "AnimaTextConditioner": Family("(B, S, H, D)", (BF16, FP32), 4, (FP32,)),
+    "AutoencoderKLMiniMaxH3": Family("(B, S, H, D), no weight", (), 4),
+    # diffusers' RMSNorm
+    "QwenImageTransformer2DModel": Family("(B, S, H, D)", (FP32,), 8),
+    "SD3Transformer2DModel#SD35Transformer": Family("(B, H, S, D), strided", (FP32,), 10),
+    "HunyuanVideoTransformer3DModel": Family("(B, S, H, D)", (FP32,), 6),
+    "LongCatAudioDiTTransformer": Family("(B, S, H*D)", (FP32,), 8),
+    "Lumina2Transformer2DModel": Family("(B, S, H, D), cast by the processor", (), 6),
+    "Ideogram4Transformer2DModel": Family("(B, S, H, D)", (FP32,), 4, (FP32,)),
+    # classes of one model's own
+    "Krea2Transformer2DModel": Family("(B, S, H, D), zero-centred", (), 6),
+    "MochiTransformer3DModel": Family("(B, S, H, D)", (), 8),
+    "Cosmos3OmniTransformer": Family("(S, H, D)", (FP32,), 4, (FP32,)),
+    "StableAudio3DiTModel": Family("(B, S, H, D), strided", (), 4),
+    # norms that are no RMSNorms
+    "CogVideoXTransformer3DModel": Family("(B, H, S, D), LayerNorm", (BF16, FP32), 4),
+    "CogView3PlusTransformer2DModel": Family("(B, H, S, D), LayerNorm without weight", (BF16, FP32), 4),
+    "AutoencoderKLMochi": Family("(B, H, S, D), LpNorm", (BF16, FP32), 8),
+    "AutoencoderSAME": Family("(B, S, H, D), DynamicTanh", (FP32,), 8),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_q_k_and_v_of_a_whole_model_reach_attention_in_one_dtype(name, dtype):
+    family = FAMILIES[name]
+    model, inputs = tiny.build(name, dtype=dtype)
+    normed = []
+
+    def leaks():
+        with torch.no_grad(), autocast(), attention_dtypes() as dtypes:
+            model(**inputs)
+        assert dtypes
+        return any(len(set(qkv)) > 1 for qkv in dtypes)
+
+    assert leaks() is (dtype in family.leaks_with)
+    report = replace_qk_norms(model)
+    assert len(report) == family.count
+    for entry in report.replaced:
+        norm = model.get_submodule(entry.fqn)
+        norm.register_forward_hook(lambda module, args, output: normed.append((args[0].dtype, output.dtype)))
+    assert leaks() is (dtype in family.rope_leaks_with)
+    assert normed
+    assert all(before is after for before, after in normed)
+
+
+def test_a_model_whose_norms_are_fit_already_warns_and_is_left_alone():
+    model, _ = tiny.build("AuraFlowTransformer2DModel", dtype=BF16)
+    before = dict(model.named_modules())
+    with pytest.warns(UserWarning, match="skipped: .*norm_q: it returns the dtype of its input already"):
+        replace_qk_norms(model)
+    assert dict(model.named_modules()) == before
