@@ -1,16 +1,11 @@
 """Which dtypes reach attention, call by call; why; which backends would refuse them; and what a swap would fix.
 
-Imports torch and our modules up to ``replace``; diffusers is looked up when an audit ends, never for a capture.
+Imports torch and our modules up to ``replace``; diffusers is imported when it is asked what its backends refuse.
 """
 
 import contextlib
 import copy
-import functools
 import importlib
-import linecache
-import os
-import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,288 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .adapters import Adapter
 from .autocast import emulate_cuda_autocast
-from .replace import _base_name, _pattern, find_qk_norms, replace_qk_norms
+from .capture import OPERANDS, AttentionCall, Trace, capture_attention, short_name
+from .replace import _pattern, find_qk_norms, replace_qk_norms
 
-_OPERANDS = ("query", "key", "value")
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor of an attention call; ``tensor`` is itself, detached, where it was asked for."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: torch.device
-    tensor: Tensor | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass
-class AttentionCall:
-    """One attention call: who made it, with what and, in an audit, what that means.
-
-    Attributes:
-        entry: "dispatch_attention_fn" (operands are [B, S, H, D]) or "scaled_dot_product_attention" ([B, H, S, D]).
-        fqn: the module whose forward made it; empty for the model itself and where no model was given.
-        backend: the one that diffusers dispatched to; None for the other entry.
-        verdict: "ok"; "leak", where the dtypes of query, key and value differ; "wide", where they agree on one that is
-            wider than the dtype due: that of autocast or, without it, of most weights.
-        causes: of a verdict that is not ok: "autocast policy", "weight dtype" or "norm" (its own code) where a q/k norm
-            changed the dtype; "RoPE" or "other" where it changed after the norm; "upstream" where it had before.
-        where: the norms, modules or source lines that did it.
-    """
-
-    entry: str
-    fqn: str
-    backend: str | None
-    query: Operand
-    key: Operand
-    value: Operand
-    verdict: str = "ok"
-    causes: tuple[str, ...] = ()
-    where: tuple[str, ...] = ()
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Of query, key and value."""
-        return self.query.dtype, self.key.dtype, self.value.dtype
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record in types that JSON knows, without tensors."""
-        plain: dict[str, Any] = {"entry": self.entry, "fqn": self.fqn, "backend": self.backend}
-        for name in _OPERANDS:
-            x = getattr(self, name)
-            plain[name] = {"dtype": _short(x.dtype), "shape": x.shape, "stride": x.stride, "device": str(x.device)}
-        return plain | {"verdict": self.verdict, "causes": [*self.causes], "where": [*self.where]}
-
-
-@contextlib.contextmanager
-def capture_attention(model: nn.Module | None = None, *, keep_tensors: bool = False) -> Iterator[list[AttentionCall]]:
-    """Record attention calls, in order, in the list that is yielded.
-
-    Seen are diffusers' ``dispatch_attention_fn``, however it was imported and whatever the backend, also where its
-    checks refuse the call, and ``F.scaled_dot_product_attention``; the one inside the other is not counted again.
-    Hand-written attention and kernels that are called directly are not seen. ``torch.compile``d code runs eagerly.
-
-    Args:
-        model: gives the records their ``fqn``.
-        keep_tensors: keep the operands, detached.
-    """
-    trace = _Trace(model, keep_tensors=keep_tensors)
-    with trace.watching():
-        yield trace.calls
-
-
-@dataclass(eq=False)
-class _Event:
-    """Something that left a dtype other than the one due: a q/k norm (also where it did not), a module, a function."""
-
-    kind: str
-    name: str
-    dtype: torch.dtype
-    source: torch.dtype | None = None  # a norm's: the dtype that it was given
-    role: str = ""
-    cause: str = ""
-
-
-class _Trace(TorchFunctionMode):
-    """Watches a forward: modules through global hooks, functions through the mode, diffusers through its registry.
-
-    Nothing of the model is touched. With ``due``, the dtype that attention ought to see, each call is judged.
-    """
-
-    def __init__(self, model: nn.Module | None, *, keep_tensors: bool = False, due: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.calls: list[AttentionCall] = []
-        self.unattended: dict[str, None] = {}  # q/k norms that ran, and no attention call was seen to follow
-        self._keep_tensors = keep_tensors
-        self._due = due
-        self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-        found = [] if model is None or due is None else find_qk_norms(model)
-        # Every q of every spelling has a q in its attribute name, and no k has.
-        self._roles = {id(norm): "q" if "q" in _base_name(name) else "k" for name, norm, _ in found if norm is not None}
-        self._log: list[_Event] = []
-        self._stack: list[tuple[int, str, int]] = []  # of modules: id, name, length of the log when it was entered
-        self._last_call = 0  # the length of the log then
-        self._inside_attention = False
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            leave = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            stack.callback(leave.remove)
-            stack.enter_context(self._watching_diffusers())
-            stack.enter_context(self)
-            yield
-
-    @contextlib.contextmanager
-    def _watching_diffusers(self) -> Iterator[None]:
-        # Models import dispatch_attention_fn by name, so what is swapped is the table in which it looks a backend up.
-        registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
-        if registry is None:
-            yield
-            return
-        backends, constraints, checked = registry._backends, registry._constraints, registry._checks_enabled
-        registry._backends = {name: self._recording(name, run, registry) for name, run in backends.items()}
-        registry._constraints = {
-            name: [functools.partial(self._record, "dispatch_attention_fn", name.value, ()), *checks]
-            for name, checks in constraints.items()
-        }
-        if self._due is not None:  # an audit says itself what they refuse, and wants to see the calls that follow
-            registry._checks_enabled = False
-        try:
-            yield
-        finally:
-            registry._backends, registry._constraints, registry._checks_enabled = backends, constraints, checked
-
-    def _recording(self, name: Any, run: Callable[..., Any], registry: Any) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if not registry._checks_enabled:  # otherwise the first check has recorded it
-                self._record("dispatch_attention_fn", name.value, args, **kwargs)
-            outer, self._inside_attention = self._inside_attention, True
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._inside_attention = outer
-
-        return recorded
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._inside_attention:
-            return func(*args, **kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self._record("scaled_dot_product_attention", None, args, **kwargs)
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        in_norm = self._stack and self._stack[-1][0] in self._roles
-        if self._due and not in_norm and isinstance(result, Tensor) and _is_odd(result.dtype, self._due):
-            if any(isinstance(x, Tensor) and x.dtype == self._due for x in tree_leaves((args, kwargs))):
-                line, is_rope = _source_line()
-                name = f"{getattr(func, '__name__', func)} at {line}"
-                self._log.append(_Event("function", name, result.dtype, cause="RoPE" if is_rope else "other"))
-        return result
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if id(module) in self._names:
-            self._stack.append((id(module), self._names[id(module)], len(self._log)))
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._stack or self._stack[-1][0] != id(module):
-            return
-        y = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
-        given = [x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
-        name, role = self._stack[-1][1], self._roles.get(id(module))
-        if self._due and given and y is not None:
-            if role:
-                cause = self._cause_in_norm(module, args, kwargs, given[0], y) if y.dtype != given[0] else ""
-                self._log.append(_Event("norm", name, y.dtype, given[0], role, cause))
-                self.unattended[name] = None
-            elif self._due in given and y.dtype not in given and _is_odd(y.dtype, self._due):
-                self._log.append(_Event("module", name, y.dtype))
-        self._stack.pop()
-
-    def _cause_in_norm(self, norm: nn.Module, args: Any, kwargs: Any, given: torch.dtype, y: Tensor) -> str:
-        """Why a norm changed the dtype: it is run again on the same input, without autocast."""
-        if torch.is_autocast_enabled(y.device.type):
-            try:
-                with torch.autocast(y.device.type, enabled=False):
-                    again = norm.forward(*(x.clone() if isinstance(x, Tensor) else x for x in args), **kwargs)
-            except RuntimeError:  # only autocast lets it take these dtypes at all
-                return "autocast policy"
-            if again.dtype == given:
-                return "autocast policy"
-        return "weight dtype" if any(p.dtype == y.dtype for p in norm.parameters()) else "norm"
-
-    def _record(self, entry: str, backend: str | None, args: Sequence[Any], **kwargs: Any) -> None:
-        tensors: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_OPERANDS)]
-        if not all(isinstance(x, Tensor) for x in tensors):
-            return  # a call that is about to fail
-        query, key, value = (
-            Operand(x.dtype, tuple(x.shape), x.stride(), x.device, x.detach() if self._keep_tensors else None)
-            for x in tensors
-        )
-        call = AttentionCall(entry, self._stack[-1][1] if self._stack else "", backend, query, key, value)
-        if self._due:
-            self._judge(call, self._due)
-        self.calls.append(call)
-        self._last_call = len(self._log)
-
-    def _judge(self, call: AttentionCall, due: torch.dtype) -> None:
-        norms = self._norms_before()
-        for norm in norms:
-            self.unattended.pop(norm.name, None)
-        if len(set(call.dtypes)) > 1:
-            call.verdict = "leak"
-        elif call.query.dtype.itemsize > due.itemsize:
-            call.verdict = "wide"
-        else:
-            return
-        found = [
-            self._explain(role, dtype, [norm for norm in norms if norm.role == role])
-            for role, dtype in zip("qkv", call.dtypes, strict=True)
-            if dtype != due
-        ]
-        call.causes = tuple(dict.fromkeys(cause for cause, _ in found))
-        call.where = tuple(dict.fromkeys(name for _, where in found for name in where))
-
-    def _norms_before(self) -> list[_Event]:
-        """The q/k norms that ran in the innermost of the running modules that has any; an earlier call's are not."""
-        for depth, (_, _, start) in enumerate(reversed(self._stack)):
-            events = self._log[max(start, self._last_call) if depth else start :]
-            if norms := [e for e in events if e.kind == "norm"]:
-                return norms
-        return []
-
-    def _explain(self, role: str, dtype: torch.dtype, norms: list[_Event]) -> tuple[str, list[str]]:
-        """The cause for which an operand came as ``dtype``, and the names of what did it."""
-        changing = [norm for norm in norms if norm.dtype == dtype != norm.source]
-        if changing:
-            return changing[0].cause, [norm.name for norm in changing]
-        if norms and all(norm.dtype != dtype for norm in norms):
-            after = [e for e in self._log[self._log.index(norms[-1]) :] if e.kind == "function"]
-            return (after[0].cause, [after[0].name]) if after else ("other", [f"after {norms[-1].name}"])
-        end = self._log.index(norms[0]) if norms else len(self._log)
-        for depth, (_, name, start) in enumerate(reversed(self._stack)):
-            for kind in ("module", "function"):
-                turned = [e for e in self._log[start:end] if e.kind == kind and e.dtype == dtype]
-                # Around the module that did it are others, which turned because of it.
-                turned = [e for e in turned if not any(o.name.startswith(e.name + ".") for o in turned)]
-                if depth == 0 and kind == "module":
-                    turned = [e for e in turned if role in e.name[len(name) :]] or turned
-                if turned:
-                    return "upstream", [turned[-1].name]
-        return "upstream", []
-
-
-def _is_odd(dtype: torch.dtype, due: torch.dtype) -> bool:
-    return dtype != due and (dtype.is_floating_point or dtype.is_complex)
-
-
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
-
-
-def _source_line() -> tuple[str, bool]:
-    """The line outside torch that is running, and whether it speaks of a rotary embedding."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename.startswith(_TORCH_ROOT) or frame.f_code.co_filename == __file__):
-        frame = frame.f_back
-    code, number = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, number).strip()
-    is_rope = re.search(r"rot|rope|freqs|\bcos|\bsin", f"{code.co_qualname} {text}", re.IGNORECASE) is not None
-    return f"{os.path.basename(code.co_filename)}:{number} `{text}`", is_rope
-
+__all__ = ["AuditReport", "audit", "audit_qk_dtypes", "backends_refusing", "capture_attention"]
 
 # What diffusers' constraints ask of dtypes, for where diffusers is not installed: that query, key and value agree, ...
 BACKENDS = {
@@ -339,7 +61,7 @@ def backends_refusing(query: torch.dtype, key: torch.dtype, value: torch.dtype) 
 def _refusal(check: Callable[..., None], dtypes: _Dtypes) -> str | None:
     operands = {
         name: torch.empty(1, 16, 2, 64, dtype=dtype, device="meta")
-        for name, dtype in zip(_OPERANDS, dtypes, strict=True)
+        for name, dtype in zip(OPERANDS, dtypes, strict=True)
     }
     try:
         check(**operands, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)
@@ -362,7 +84,8 @@ class AuditReport:
         skipped: q/k norms that ``replace_qk_norms`` must leave alone and that a leak comes from: name, and the reason.
         norms_without_attention: q/k norms that ran with no attention call to follow: that attention is hand-written.
         depth: where the depth was reduced, each list of blocks, how many of them ran and how many there are.
-        stopped: the error by which a leak ended the forward, so that the calls after it are missing.
+        stopped: the error that ended the forward after a leak, so that the calls that follow are missing.
+        stopped_after_replacing: the same of the forward with the norms replaced.
     """
 
     model: str
@@ -373,6 +96,7 @@ class AuditReport:
     norms_without_attention: list[str] = field(default_factory=list)
     depth: dict[str, tuple[int, int]] = field(default_factory=dict)
     stopped: str | None = None
+    stopped_after_replacing: str | None = None
 
     @property
     def leaks(self) -> list[AttentionCall]:
@@ -404,11 +128,12 @@ class AuditReport:
             "how": self.how,
             "depth": self.depth,
             "stopped": self.stopped,
+            "stopped_after_replacing": self.stopped_after_replacing,
             "calls": [call.as_dict() for call in self.calls],
             "leaks": len(self),
             "fixed_by_replacing": len(self.fixed_by_replacing),
             "left_after_replacing": [call.as_dict() for call in self.left_after_replacing],
-            "refused_by": {", ".join(map(_short, d)): backends_refusing(*d) for d in self._dtypes()},
+            "refused_by": {", ".join(map(short_name, d)): backends_refusing(*d) for d in self._dtypes()},
             "skipped": self.skipped,
             "norms_without_attention": self.norms_without_attention,
         }
@@ -417,15 +142,14 @@ class AuditReport:
         lines = [f"audit_qk_dtypes of {self.model}: {len(self.calls)} attention calls, {len(self)} leak", self.how]
         lines += [f"reduced depth: {name} {kept} of {total}" for name, (kept, total) in self.depth.items()]
         lines += _table(self.calls)
-        if self.stopped:
-            lines.append(f"the leak stopped the forward, what follows it was not seen: {self.stopped}")
+        lines += _ending(self.stopped)
         for dtypes in self._dtypes():
             if refusing := backends_refusing(*dtypes):
-                lines.append(f"refused by, for {', '.join(map(_short, dtypes))}: {' '.join(refusing)}")
+                lines.append(f"{', '.join(map(short_name, dtypes))} refused by: {' '.join(refusing)}")
         if self.leaks:
             left = self.left_after_replacing
             lines.append(f"replace_qk_norms fixes {len(self.fixed_by_replacing)}, and leaves {len(left)}")
-            lines += _table(left) if left else []
+            lines += [*_table(left), *_ending(self.stopped_after_replacing)]
         lines += [f"replace_qk_norms skips {name}: {reason}" for name, reason in _grouped(self.skipped)]
         if self.norms_without_attention:
             names = ", ".join(dict.fromkeys(map(_pattern, self.norms_without_attention)))
@@ -436,8 +160,8 @@ class AuditReport:
         return list(dict.fromkeys(call.dtypes for call in self.calls))
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _ending(error: str | None) -> list[str]:
+    return [f"the forward ended there, and what follows was not seen: {error}"] if error else []
 
 
 def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -449,11 +173,11 @@ def _table(calls: Sequence[AttentionCall]) -> list[str]:
     for call in calls:
         where = ", ".join(name.removeprefix(call.fqn + ".") for name in call.where)
         cause = ", ".join(call.causes) + (f": {where}" if where else "")
-        row = (_pattern(call.fqn) or "(the model)", *map(_short, call.dtypes), call.verdict, cause)
+        row = (_pattern(call.fqn) or "(the model)", *map(short_name, call.dtypes), call.verdict, cause)
         rows[row] = rows.get(row, 0) + 1
     if not rows:
         return []
-    table: list[tuple[str, ...]] = [("module", "count", *_OPERANDS, "verdict", "cause")]
+    table: list[tuple[str, ...]] = [("module", "count", *OPERANDS, "verdict", "cause")]
     table += [(row[0], str(count), *row[1:]) for row, count in rows.items()]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -487,12 +211,16 @@ def audit(
         model: any module.
         args, kwargs: the inputs of its forward.
         autocast_dtype: of the autocast region around the forward; None for none.
-        depth: how many blocks of each list of blocks with q/k norms are to run, for a model too large to run in full.
-        on_meta: run a copy with no data and no weights, on the CPU's policy; None: where all parameters are on meta.
+        depth: how many blocks of each list of like blocks with q/k norms are to run, for a model too large to run.
+        on_meta: run a copy without weights and data, under the CPU's policy; None: where all parameters are on meta.
 
     Raises:
+        ValueError: ``depth`` is below 1.
+        RuntimeError: on meta, the forward asks for the value of a tensor.
         Exception: whatever the forward raises, unless a leak came before it: then the report says so.
     """
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth must be at least 1, but is {depth}")
     kwargs = dict(kwargs or {})
     parameters = list(model.parameters())
     if on_meta is None:
@@ -501,11 +229,13 @@ def audit(
     if on_meta:
         model, args, kwargs = _without_data(fake, (model, args, kwargs))
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] + parameters
-    device = torch.device("cpu") if on_meta or not tensors else tensors[0].device
+    # Weights may wait on the CPU, or on meta, for an offloading hook.
+    accelerators = [x.device for x in tensors if x.device.type not in ("cpu", "meta")]
+    device = accelerators[0] if accelerators and not on_meta else torch.device("cpu")
     due = autocast_dtype or _usual_dtype(parameters)
 
-    def run() -> tuple[_Trace, Exception | None]:
-        trace, error = _Trace(model, due=due), None
+    def run() -> tuple[Trace, Exception | None]:
+        trace, error = Trace(model, due=due), None
         given, named = tree_map(lambda x: x, (tuple(args), kwargs))  # containers of its own, to change as it likes
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices), fake, _autocast(device.type, autocast_dtype):
@@ -516,7 +246,7 @@ def audit(
                     error = raised
         return trace, error
 
-    with _as_found(model):
+    with contextlib.nullcontext() if on_meta else _as_found(model):
         report = AuditReport(type(model).__name__, _how(device, on_meta, autocast_dtype), [])
         if depth is not None:
             report.depth = _reduce_depth(model, depth)
@@ -524,22 +254,37 @@ def audit(
         report.calls, report.norms_without_attention = trace.calls, list(trace.unattended)
         if error is not None:
             if not report.leaks:
+                if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+                    raise RuntimeError(
+                        f"{report.model} cannot run on the meta device: its forward asks for the values of a tensor "
+                        f"({error.func}); audit it with weights, and with depth= where it is too large"
+                    ) from error
                 raise error
-            report.stopped = f"{type(error).__name__}: {error}"
+            report.stopped = _one_line(error)
         if report.leaks and any(isinstance(verdict, Adapter) for _, _, verdict in find_qk_norms(model)):
             skipped = replace_qk_norms(model).skipped
-            report.calls_after_replacing = run()[0].calls
+            trace, error = run()
+            report.calls_after_replacing = trace.calls
+            report.stopped_after_replacing = _one_line(error) if error else None
             causing = {name for call in report.left_after_replacing for name in call.where}
             report.skipped = {entry.fqn: str(entry.reason) for entry in skipped if entry.fqn in causing}
     return report
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def _how(device: torch.device, on_meta: bool, autocast_dtype: torch.dtype | None) -> str:
     where = "run on the meta device, with no data" if on_meta else f"run on {device}"
     if autocast_dtype is None:
         return f"{where}, without autocast"
-    policy = "CUDA's policy, emulated" if device.type == "cpu" else f"the real policy of torch {torch.__version__}"
-    return f"{where}, autocast to {_short(autocast_dtype)}: {policy}"
+    policy = (
+        "CUDA's policy of torch 2.12 on, emulated"
+        if device.type == "cpu"
+        else f"the real policy of torch {torch.__version__}"
+    )
+    return f"{where}, autocast to {short_name(autocast_dtype)}: {policy}"
 
 
 @contextlib.contextmanager
@@ -569,7 +314,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         held = [(x, copy.copy(x)) for x in vars(module).values() if type(x) in (dict, OrderedDict, list, set)]
         saved.append((vars(module), dict(vars(module)), held))
-    buffers = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
+    buffers = [(b, b.clone()) for b in model.buffers() if not (b.is_meta or b.is_inference())]
     try:
         yield
     finally:
@@ -578,8 +323,8 @@ def _as_found(model: nn.Module) -> Iterator[None]:
                 now.clear()
                 now.extend(then) if isinstance(now, list) else now.update(then)
         with torch.no_grad():
-            for buffer, version, value in buffers:
-                if buffer._version != version:
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # its version does not tell: BatchNorm changes buffers silently
                     buffer.copy_(value)
 
 
@@ -590,8 +335,8 @@ def _reduce_depth(model: nn.Module, depth: int) -> dict[str, tuple[int, int]]:
     for name, blocks in list(model.named_modules()):
         if not isinstance(blocks, nn.ModuleList) or any(name.startswith(outer + ".") for outer in cut):
             continue
-        alike = len({type(block) for block in blocks}) == 1
-        if alike and len(blocks) > depth and any(norm.startswith(name + ".") for norm in norms):
+        kinds = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
+        if len(kinds) == 1 and len(blocks) > depth and any(norm.startswith(name + ".") for norm in norms):
             cut[name] = (depth, len(blocks))
             del blocks[depth:]
     return cut

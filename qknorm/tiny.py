@@ -1,6 +1,6 @@
-"""Tiny, randomly initialised diffusers models with inputs for them: every class that has q/k norms, in milliseconds each.
+"""Tiny, randomly initialised models of every diffusers class that has q/k norms, and inputs for them.
 
-For tests, the demo and the audit, which need real models and no download. Imports torch alone; diffusers when a model is built.
+For tests, demo and audit, which need real models and no download. Imports torch alone; diffusers when a model is built.
 """
 
 import difflib
@@ -19,6 +19,8 @@ Inputs = dict[str, Any]
 
 _BATCH, _TEXT, _IMAGE = 2, 6, 16  # samples, text tokens, image tokens
 _VIDEO = (2, 4, 4)  # latent frames, height, width
+# Inputs that the pipelines leave in float32, whatever the model's dtype is.
+_FLOAT32 = ("image_rotary_emb", "video_rotary_emb")
 # Parameters that diffusers creates with torch.empty, and leaves to the checkpoint.
 _UNINITIALISED = ("experts.gate_up_proj", "experts.down_proj", "pad_token")
 
@@ -30,7 +32,7 @@ class _Tiny(NamedTuple):
 
 
 def names() -> tuple[str, ...]:
-    """What ``build`` knows: names of diffusers classes, and ``Class#variant`` where one class has several kinds of norm."""
+    """What ``build`` knows: classes of diffusers, and ``Class#variant`` where a class has several kinds of q/k norm."""
     return tuple(_TINY)
 
 
@@ -67,217 +69,103 @@ def _rope(tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos(), angle.sin()
 
 
+def _inputs(hidden_states: torch.Tensor, text_dim: int, **more: Any) -> Inputs:
+    return {"hidden_states": hidden_states, "encoder_hidden_states": _text(text_dim), "timestep": _step(), **more}
+
+
 def _packed(channels: int, text_dim: int, *, axes: int = 3, **more: Any) -> Inputs:
-    return {
-        "hidden_states": randn(_BATCH, _IMAGE, channels),
-        "encoder_hidden_states": _text(text_dim),
-        "timestep": _time(),
-        "img_ids": _grid(1, 4, 4, 1)[:, :axes],
-        "txt_ids": torch.zeros(_TEXT, axes),
-        **more,
-    }
+    ids = {"img_ids": _grid(1, 4, 4, 1)[:, :axes], "txt_ids": torch.zeros(_TEXT, axes)}
+    return _inputs(randn(_BATCH, _IMAGE, channels), text_dim, **{"timestep": _time(), **ids, **more})
 
 
 def _image_text(channels: int, text_dim: int, **more: Any) -> Inputs:
-    return {
-        "hidden_states": randn(_BATCH, channels, 8, 8),
-        "encoder_hidden_states": _text(text_dim),
-        "timestep": _time(),
-        **more,
-    }
+    return _inputs(randn(_BATCH, channels, 8, 8), text_dim, **{"timestep": _time(), **more})
 
 
 def _video_text(channels: int, text_dim: int, **more: Any) -> Inputs:
-    return {"hidden_states": _video(channels), "encoder_hidden_states": _text(text_dim), "timestep": _step(), **more}
+    return _inputs(_video(channels), text_dim, **more)
 
 
+# fmt: off
+# A table: several settings a line.
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 _FLUX = {
-    "in_channels": 8,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "joint_attention_dim": 16,
-    "axes_dims_rope": (16, 24, 24),
+    "in_channels": 8, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 64,
+    "joint_attention_dim": 16, "axes_dims_rope": (16, 24, 24),
 }
-_WAN = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 2,
-}
+_WAN = {**_HEADS, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 _WAN_I2V = {"image_dim": 8, "added_kv_proj_dim": 32}
 _COGVIDEOX = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "time_embed_dim": 8,
-    "text_embed_dim": 16,
-    "num_layers": 2,
-    "sample_width": 4,
-    "sample_height": 4,
-    "sample_frames": 5,
-    "max_text_seq_length": _TEXT,
+    **_HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2,
+    "sample_width": 4, "sample_height": 4, "sample_frames": 5, "max_text_seq_length": _TEXT,
     "use_rotary_positional_embeddings": True,
 }
 _COGVIEW = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "text_embed_dim": 16,
-    "time_embed_dim": 8,
+    **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 16, "time_embed_dim": 8,
     "condition_dim": 4,
 }
 _COSMOS = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": 16,
-    "adaln_lora_dim": 4,
-    "max_size": (4, 8, 8),
-    "concat_padding_mask": False,
+    **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 16,
+    "adaln_lora_dim": 4, "max_size": (4, 8, 8), "concat_padding_mask": False,
 }
 _COSMOS3 = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "latent_channel": 4,
-    "patch_latent_dim": 16,
-    "vocab_size": 32,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "latent_channel": 4, "patch_latent_dim": 16, "vocab_size": 32,
     "rope_axes_dim": (4, 2, 2),
 }
 _HUNYUAN_DIT = {
-    **_HEADS,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 8,
-    "hidden_size": 32,
-    "mlp_ratio": 2.0,
-    "cross_attention_dim": 16,
-    "cross_attention_dim_t5": 16,
-    "pooled_projection_dim": 8,
-    "text_len": _TEXT,
+    **_HEADS, "in_channels": 4, "patch_size": 2, "sample_size": 8, "hidden_size": 32, "mlp_ratio": 2.0,
+    "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 8, "text_len": _TEXT,
     "text_len_t5": _TEXT,
 }
 _HUNYUAN_VIDEO = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": 16,
-    "pooled_projection_dim": 8,
-    "rope_axes_dim": (4, 6, 6),
+    **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1,
+    "mlp_ratio": 2.0, "text_embed_dim": 16, "pooled_projection_dim": 8, "rope_axes_dim": (4, 6, 6),
 }
 _JOYIMAGE = {
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "in_channels": 4,
-    "text_dim": 16,
-    "mlp_width_ratio": 2.0,
-    "num_layers": 2,
-    "rope_dim_list": [4, 6, 6],
+    "hidden_size": 32, "num_attention_heads": 2, "in_channels": 4, "text_dim": 16, "mlp_width_ratio": 2.0,
+    "num_layers": 2, "rope_dim_list": [4, 6, 6],
 }
 _LTX2 = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "cross_attention_dim": 32,
-    "audio_in_channels": 4,
-    "audio_out_channels": 4,
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 8,
-    "audio_cross_attention_dim": 16,
-    "num_layers": 2,
-    "caption_channels": 16,
+    **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "audio_in_channels": 4,
+    "audio_out_channels": 4, "audio_num_attention_heads": 2, "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 16, "num_layers": 2, "caption_channels": 16,
 }
 _MOTIF = {
-    **_HEADS,
-    "in_channels": 9,
-    "out_channels": 4,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": 16,
-    "rope_axes_dim": (4, 6, 6),
+    **_HEADS, "in_channels": 9, "out_channels": 4, "num_layers": 1, "num_single_layers": 1, "mlp_ratio": 2.0,
+    "text_embed_dim": 16, "rope_axes_dim": (4, 6, 6),
 }
 _QWEN = {
-    **_HEADS,
-    "in_channels": 8,
-    "out_channels": 2,
-    "num_layers": 2,
-    "joint_attention_dim": 16,
+    **_HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 2, "joint_attention_dim": 16,
     "axes_dims_rope": (4, 6, 6),
 }
 _SANA = {
-    **_HEADS,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 16,
-    "sample_size": 4,
+    **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 16, "cross_attention_dim": 32, "caption_channels": 16, "sample_size": 4,
     "qk_norm": "rms_norm_across_heads",
 }
 _SD3 = {
-    **_HEADS,
-    "sample_size": 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "joint_attention_dim": 16,
-    "caption_projection_dim": 32,
-    "pooled_projection_dim": 8,
-    "pos_embed_max_size": 8,
-    "dual_attention_layers": (0,),
+    **_HEADS, "sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 16,
+    "caption_projection_dim": 32, "pooled_projection_dim": 8, "pos_embed_max_size": 8, "dual_attention_layers": (0,),
 }
 _ZIMAGE = {
-    "in_channels": 4,
-    "dim": 32,
-    "n_layers": 1,
-    "n_refiner_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "cap_feat_dim": 16,
-    "axes_dims": [4, 6, 6],
-    "axes_lens": [64, 16, 16],
+    "in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
+    "cap_feat_dim": 16, "axes_dims": [4, 6, 6], "axes_lens": [64, 16, 16],
 }
+# fmt: on
 
 
 def _cogvideox(tokens: int) -> Inputs:
-    return {
-        "hidden_states": randn(_BATCH, 2, 4, 4, 4),
-        "encoder_hidden_states": _text(16),
-        "timestep": _step(),
-        "image_rotary_emb": _rope(tokens, 16),
-    }
+    return _inputs(randn(_BATCH, 2, 4, 4, 4), 16, image_rotary_emb=_rope(tokens, 16))
 
 
 def _cogview(*sizes: str, **more: Any) -> Inputs:
-    return {
-        **_image_text(4, 16, **more),
-        "timestep": _step(),
-        **{name: torch.tensor([[64.0, 64.0]] * _BATCH) for name in sizes},
-    }
+    side = torch.full((_BATCH, 2), 64.0)
+    return _image_text(4, 16, timestep=_step(), **dict.fromkeys(sizes, side), **more)
 
 
 def _cosmos3() -> Inputs:
-    text, grid = 4, (2, 2, 2)
-    tokens = 8
+    text, grid, tokens = 4, (2, 2, 2), 8
     vision = torch.arange(text, text + tokens)
     return {
         "input_ids": torch.arange(text),
@@ -295,16 +183,18 @@ def _cosmos3() -> Inputs:
 
 
 def _hunyuan_dit(**more: Any) -> Inputs:
-    return {
-        **_image_text(4, 16, **more),
-        "timestep": torch.full((_BATCH,), 500.0),
-        "text_embedding_mask": _mask(),
-        "encoder_hidden_states_t5": _text(16),
-        "text_embedding_mask_t5": _mask(),
-        "image_meta_size": torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * _BATCH),
-        "style": torch.zeros(_BATCH, dtype=torch.long),
-        "image_rotary_emb": _rope(_IMAGE, 16),
-    }
+    return _image_text(
+        4,
+        16,
+        timestep=_step(torch.float),
+        text_embedding_mask=_mask(),
+        encoder_hidden_states_t5=_text(16),
+        text_embedding_mask_t5=_mask(),
+        image_meta_size=torch.full((_BATCH, 6), 64.0),
+        style=torch.zeros(_BATCH, dtype=torch.long),
+        image_rotary_emb=_rope(_IMAGE, 16),
+        **more,
+    )
 
 
 def _hunyuan_video(channels: int = 4, **more: Any) -> Inputs:
@@ -319,7 +209,7 @@ def _hunyuan_video(channels: int = 4, **more: Any) -> Inputs:
 
 
 def _guidance() -> torch.Tensor:
-    return torch.full((_BATCH,), 3500.0)
+    return torch.full((_BATCH,), 4000.0)
 
 
 def _frames(*counts: int) -> tuple[torch.Tensor, ...]:
@@ -373,13 +263,7 @@ def _ideogram4() -> Inputs:
 
 
 def _ltx(**more: Any) -> Inputs:
-    return {
-        "hidden_states": randn(_BATCH, _IMAGE, 4),
-        "encoder_hidden_states": _text(16),
-        "timestep": _step(),
-        "encoder_attention_mask": _mask(),
-        **more,
-    }
+    return _inputs(randn(_BATCH, _IMAGE, 4), 16, encoder_attention_mask=_mask(), **more)
 
 
 def _minimax_h3() -> Inputs:
@@ -401,15 +285,17 @@ def _minimax_h3() -> Inputs:
 
 
 def _sana_wm() -> Inputs:
-    frames = _VIDEO[0]
-    pose = torch.eye(4).flatten().expand(_BATCH, frames, -1)
-    intrinsics = torch.tensor([4.0, 4.0, 2.0, 2.0]).expand(_BATCH, frames, -1)
+    frames, tokens = _VIDEO[0], 32
+    rays = torch.eye(4).repeat(_BATCH, tokens, 1, 1)
+    rays[..., :3, :3] = torch.linalg.qr(randn(_BATCH, tokens, 3, 3)).Q
     return _video_text(
         4,
         16,
         timestep=_step()[:, None, None].expand(-1, 1, frames),
         encoder_attention_mask=_mask(),
-        camera_conditions=torch.cat([pose, intrinsics], dim=-1),
+        camera_conditions=randn(_BATCH, frames, 20),
+        # What the model computes from the cameras itself, but for bfloat16 on the CPU.
+        cam_pos_embeds={"P": rays, "P_inv": rays.mT, "absmap": _video(3)},
         chunk_plucker=_video(6),
     )
 
@@ -442,135 +328,93 @@ def _cosmos_controlnet(cls: Any, config: dict[str, Any]) -> nn.Module:
     return cls(**config)
 
 
+def _ltx2_decoder(cls: Any, config: dict[str, Any]) -> nn.Module:
+    """Draws the noise that it starts from: the same at every call."""
+    model = cls(**config)
+    model.register_forward_pre_hook(_same_noise, with_kwargs=True)
+    return model
+
+
+def _same_noise(module: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[Any, ...], Inputs]:
+    return args, {"generator": torch.Generator("cpu").manual_seed(0), **kwargs}
+
+
 def _zimage_controlnet(cls: Any, config: dict[str, Any]) -> nn.Module:
     import diffusers
 
     return cls.from_transformer(cls(**config), diffusers.ZImageTransformer2DModel(**_ZIMAGE))
 
 
+# fmt: off
 _TINY: dict[str, _Tiny] = {
     "AceStepTransformer1DModel": _Tiny(
         {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "in_channels": 12,
-            "audio_acoustic_hidden_dim": 4,
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "in_channels": 12, "audio_acoustic_hidden_dim": 4,
             "sliding_window": 4,
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, 16, 4),
-            "context_latents": randn(_BATCH, 16, 8),
-            "timestep": _time(),
-            "timestep_r": _time(),
-            "encoder_hidden_states": _text(32),
-        },
+        lambda: _inputs(
+            randn(_BATCH, 16, 4), 32, context_latents=randn(_BATCH, 16, 8), timestep=_time(), timestep_r=_time(),
+        ),
     ),
     "AnimaTextConditioner": _Tiny(
         {
-            "source_dim": 16,
-            "target_dim": 32,
-            "model_dim": 32,
-            "num_layers": 1,
-            "num_attention_heads": 2,
-            "mlp_ratio": 2.0,
-            "target_vocab_size": 32,
-            "min_sequence_length": 8,
+            "source_dim": 16, "target_dim": 32, "model_dim": 32, "num_layers": 1, "num_attention_heads": 2,
+            "mlp_ratio": 2.0, "target_vocab_size": 32, "min_sequence_length": 8,
         },
         lambda: {"source_hidden_states": _text(16), "target_input_ids": torch.arange(_TEXT).expand(_BATCH, -1)},
     ),
     "AnyFlowFARTransformer3DModel": _Tiny(
         _WAN,
-        lambda: {
-            "hidden_states": randn(_BATCH, 3, 4, 4, 4),
-            "timestep": _step()[:, None].expand(-1, 3),
-            "r_timestep": _step()[:, None].expand(-1, 3) - 100,
-            "encoder_hidden_states": _text(16),
-            "chunk_partition": [1, 2],
-        },
+        lambda: _inputs(
+            randn(_BATCH, 3, 4, 4, 4), 16, timestep=_step()[:, None].expand(-1, 3),
+            r_timestep=_step()[:, None].expand(-1, 3) - 100, chunk_partition=[1, 2],
+        ),
     ),
     "AnyFlowTransformer3DModel": _Tiny(
         _WAN,
-        lambda: {
-            "hidden_states": randn(_BATCH, 2, 4, 4, 4),
-            "timestep": _step()[:, None].expand(-1, 2),
-            "r_timestep": _step()[:, None].expand(-1, 2) - 100,
-            "encoder_hidden_states": _text(16),
-        },
+        lambda: _inputs(
+            randn(_BATCH, 2, 4, 4, 4), 16, timestep=_step()[:, None].expand(-1, 2),
+            r_timestep=_step()[:, None].expand(-1, 2) - 100,
+        ),
     ),
     "AuraFlowTransformer2DModel": _Tiny(
         {
-            **_HEADS,
-            "sample_size": 8,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_mmdit_layers": 1,
-            "num_single_dit_layers": 1,
-            "joint_attention_dim": 16,
-            "caption_projection_dim": 32,
+            **_HEADS, "sample_size": 8, "in_channels": 4, "out_channels": 4, "num_mmdit_layers": 1,
+            "num_single_dit_layers": 1, "joint_attention_dim": 16, "caption_projection_dim": 32,
             "pos_embed_max_size": 16,
         },
         lambda: _image_text(4, 16),
     ),
     "AutoencoderKLMiniMaxH3": _Tiny(
         {
-            "latent_channels": 4,
-            "latents_mean": (0.0,) * 4,
-            "latents_std": (1.0,) * 4,
-            "block_out_channels": (8, 8),
-            "layers_per_block": 1,
-            "spatial_downsample_factors": (2, 1),
-            "temporal_downsample_factors": (2, 1),
-            "norm_num_groups": 4,
-            "decoder_num_layers": 2,
-            "decoder_num_attention_heads": 2,
-            "decoder_attention_head_dim": 16,
-            "decoder_num_register_tokens": 1,
-            "decoder_ffn_mult": 2,
-            "clip_length": 3,
+            "latent_channels": 4, "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4, "block_out_channels": (8, 8),
+            "layers_per_block": 1, "spatial_downsample_factors": (2, 1), "temporal_downsample_factors": (2, 1),
+            "norm_num_groups": 4, "decoder_num_layers": 2, "decoder_num_attention_heads": 2,
+            "decoder_attention_head_dim": 16, "decoder_num_register_tokens": 1, "decoder_ffn_mult": 2, "clip_length": 3,
             "token_drop": 1,
         },
         lambda: {"sample": randn(_BATCH, 3, 6, 8, 8)},
     ),
     "AutoencoderKLMochi": _Tiny(
         {
-            "encoder_block_out_channels": (32, 32, 32, 32),
-            "decoder_block_out_channels": (32, 32, 32, 32),
+            "encoder_block_out_channels": (32, 32, 32, 32), "decoder_block_out_channels": (32, 32, 32, 32),
             "layers_per_block": (1, 1, 1, 1, 1),
         },
         lambda: {"sample": randn(_BATCH, 3, 7, 16, 16)},
     ),
     "AutoencoderSAME": _Tiny(
         {
-            "patch_size": 4,
-            "encoder_channels": 32,
-            "encoder_c_mults": (1,),
-            "encoder_strides": (4,),
-            "encoder_transformer_depths": (2,),
-            "latent_dim": 8,
-            "dim_heads": 16,
+            "patch_size": 4, "encoder_channels": 32, "encoder_c_mults": (1,), "encoder_strides": (4,),
+            "encoder_transformer_depths": (2,), "latent_dim": 8, "dim_heads": 16,
         },
         lambda: {"sample": randn(_BATCH, 2, 128)},
     ),
     "BriaFibo2Transformer2DModel": _Tiny(
         {
-            "in_channels": 4,
-            "dim": 32,
-            "n_layers": 2,
-            "n_refiner_layers": 1,
-            "n_heads": 2,
-            "cap_feat_dim": 16,
-            "injection_layer_ids": (1,),
-            "perceiver_num_layers": 1,
-            "min_num_gist_tokens": 4,
-            "max_num_gist_tokens": 8,
-            "gist_step": 2,
-            "gist_min_text_len": 4,
-            "gist_max_text_len": 16,
-            "axes_dims": (4, 6, 6),
+            "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 16,
+            "injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 4, "max_num_gist_tokens": 8,
+            "gist_step": 2, "gist_min_text_len": 4, "gist_max_text_len": 16, "axes_dims": (4, 6, 6),
             "axes_lens": (64, 16, 16),
         },
         lambda: {**_image_text(4, 16), "encoder_hidden_states": randn(_BATCH, 2, _TEXT, 16)},
@@ -580,14 +424,16 @@ _TINY: dict[str, _Tiny] = {
         lambda: _packed(8, 16, timestep=_step(), text_encoder_layers=[_text(8), _text(8)]),
     ),
     "BriaTransformer2DModel": _Tiny(
-        {**_FLUX, "axes_dims_rope": [16, 24, 24]}, lambda: _packed(8, 16, timestep=_step())
+        {**_FLUX, "axes_dims_rope": [16, 24, 24]},
+        lambda: _packed(8, 16, timestep=_step()),
     ),
     "ChromaTransformer2DModel": _Tiny(
         {**_FLUX, "approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 1},
         lambda: _packed(8, 16),
     ),
     "ChronoEditTransformer3DModel": _Tiny(
-        {**_WAN, **_WAN_I2V}, lambda: _video_text(4, 16, encoder_hidden_states_image=randn(_BATCH, 3, 8))
+        {**_WAN, **_WAN_I2V},
+        lambda: _video_text(4, 16, encoder_hidden_states_image=randn(_BATCH, 3, 8)),
     ),
     "CogVideoXTransformer3DModel": _Tiny(_COGVIDEOX, lambda: _cogvideox(8)),
     "CogVideoXTransformer3DModel#CogVideoX15Transformer": _Tiny(
@@ -607,25 +453,14 @@ _TINY: dict[str, _Tiny] = {
     "Cosmos3OmniTransformer#silu_rms": _Tiny(_COSMOS3, _cosmos3),
     "CosmosControlNetModel": _Tiny(
         {
-            "n_controlnet_blocks": 2,
-            "in_channels": 6,
-            "latent_channels": 6,
-            "model_channels": 32,
-            **_HEADS,
-            "mlp_ratio": 2.0,
-            "text_embed_dim": 16,
-            "adaln_lora_dim": 4,
-            "max_size": (4, 8, 8),
-            "img_context_dim_in": 8,
+            "n_controlnet_blocks": 2, "in_channels": 6, "latent_channels": 6, "model_channels": 32, **_HEADS,
+            "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (4, 8, 8), "img_context_dim_in": 8,
             "img_context_dim_out": 32,
         },
         lambda: {
-            "controls_latents": _video(4),
-            "latents": _video(4),
-            "timestep": _time(),
+            "controls_latents": _video(4), "latents": _video(4), "timestep": _time(),
             "encoder_hidden_states": (_text(16), randn(_BATCH, 3, 8)),
-            "condition_mask": torch.zeros(_BATCH, 1, *_VIDEO),
-            "padding_mask": torch.zeros(1, 1, 4, 4),
+            "condition_mask": torch.zeros(_BATCH, 1, *_VIDEO), "padding_mask": torch.zeros(1, 1, 4, 4),
         },
         _cosmos_controlnet,
     ),
@@ -636,67 +471,39 @@ _TINY: dict[str, _Tiny] = {
     ),
     "DreamLiteUNetModel": _Tiny(
         {
-            "block_out_channels": (16, 32, 32),
-            "layers_per_block": 1,
-            "attention_head_dim": 2,
-            "cross_attention_dim": 16,
-            "norm_num_groups": 8,
-            "ff_mult": 2,
-            "transformer_layers_per_block": 1,
+            "block_out_channels": (16, 32, 32), "layers_per_block": 1, "attention_head_dim": 2,
+            "cross_attention_dim": 16, "norm_num_groups": 8, "ff_mult": 2, "transformer_layers_per_block": 1,
         },
         lambda: {"sample": randn(_BATCH, 4, 8, 8), "timestep": _step(), "encoder_hidden_states": _text(16)},
     ),
     "EasyAnimateTransformer3DModel": _Tiny(
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "patch_size": 2,
-            "sample_width": 4,
-            "sample_height": 4,
-            "num_layers": 2,
-            "mmdit_layers": 1,
-            "time_embed_dim": 8,
-            "text_embed_dim": 16,
+            **_HEADS, "in_channels": 4, "out_channels": 4, "patch_size": 2, "sample_width": 4, "sample_height": 4,
+            "num_layers": 2, "mmdit_layers": 1, "time_embed_dim": 8, "text_embed_dim": 16,
         },
         lambda: _video_text(4, 16),
     ),
     "ErnieImageTransformer2DModel": _Tiny(
         {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 2,
-            "ffn_hidden_size": 64,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_in_dim": 16,
-            "rope_axes_dim": (8, 12, 12),
+            "hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64, "in_channels": 4,
+            "out_channels": 4, "text_in_dim": 16, "rope_axes_dim": (8, 12, 12),
         },
         lambda: {
-            "hidden_states": randn(_BATCH, 4, 4, 4),
-            "timestep": _step(),
-            "text_bth": _text(16),
+            "hidden_states": randn(_BATCH, 4, 4, 4), "timestep": _step(), "text_bth": _text(16),
             "text_lens": torch.tensor([_TEXT, _TEXT - 2]),
         },
     ),
     "Flux2Transformer2DModel": _Tiny(
         {
-            **_FLUX,
-            "attention_head_dim": 128,
-            "axes_dims_rope": (32, 32, 32, 32),
-            "timestep_guidance_channels": 16,
+            **_FLUX, "attention_head_dim": 128, "axes_dims_rope": (32, 32, 32, 32), "timestep_guidance_channels": 16,
             "mlp_ratio": 1.0,
         },
-        lambda: _packed(8, 16, axes=4, guidance=torch.full((_BATCH,), 3.5)),
+        lambda: _packed(8, 16, axes=4, guidance=torch.full((_BATCH,), 4.0)),
     ),
     "Flux3Transformer2DModel": _Tiny(
         {
-            **_FLUX,
-            "cond_in_channels": 8,
-            "attention_head_dim": 128,
-            "axes_dims_rope": (32, 32, 32, 32),
-            "timestep_channels": 16,
-            "mlp_ratio": 1.0,
+            **_FLUX, "cond_in_channels": 8, "attention_head_dim": 128, "axes_dims_rope": (32, 32, 32, 32),
+            "timestep_channels": 16, "mlp_ratio": 1.0,
         },
         lambda: _packed(8, 16, axes=4, image_cond_hidden_states=randn(_BATCH, 4, 8), image_cond_ids=_grid(1, 2, 2, 1)),
     ),
@@ -706,40 +513,25 @@ _TINY: dict[str, _Tiny] = {
     ),
     "FluxTransformer2DModel": _Tiny(
         {**_FLUX, "pooled_projection_dim": 8, "guidance_embeds": True},
-        lambda: _packed(8, 16, pooled_projections=randn(_BATCH, 8), guidance=torch.full((_BATCH,), 3.5)),
+        lambda: _packed(8, 16, pooled_projections=randn(_BATCH, 8), guidance=torch.full((_BATCH,), 4.0)),
     ),
     "GlmImageTransformer2DModel": _Tiny(
         {**_COGVIEW, "prior_vq_quantizer_codebook_size": 32},
         lambda: _cogview(
-            "target_size",
-            "crop_coords",
-            prior_token_id=torch.arange(_IMAGE).expand(_BATCH, -1),
+            "target_size", "crop_coords", prior_token_id=torch.arange(_IMAGE).expand(_BATCH, -1),
             prior_token_drop=torch.zeros(_BATCH, _IMAGE, dtype=torch.bool),
         ),
     ),
     "HeliosTransformer3DModel": _Tiny({**_WAN, "rope_dim": (4, 6, 6)}, _helios),
     "HiDreamImageTransformer2DModel": _Tiny(
         {
-            **_HEADS,
-            "patch_size": 2,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "caption_channels": [16, 16],
-            "text_emb_dim": 8,
-            "num_routed_experts": 2,
-            "num_activated_experts": 1,
-            "axes_dims_rope": (8, 4, 4),
-            "max_resolution": (8, 8),
-            "llama_layers": [0, 1],
+            **_HEADS, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1,
+            "caption_channels": [16, 16], "text_emb_dim": 8, "num_routed_experts": 2, "num_activated_experts": 1,
+            "axes_dims_rope": (8, 4, 4), "max_resolution": (8, 8), "llama_layers": [0, 1],
         },
         lambda: {
-            "hidden_states": randn(_BATCH, 4, 8, 8),
-            "timesteps": _step(),
-            "encoder_hidden_states_t5": _text(16),
-            "encoder_hidden_states_llama3": randn(2, _BATCH, _TEXT, 16),
-            "pooled_embeds": randn(_BATCH, 8),
+            "hidden_states": randn(_BATCH, 4, 8, 8), "timesteps": _step(), "encoder_hidden_states_t5": _text(16),
+            "encoder_hidden_states_llama3": randn(2, _BATCH, _TEXT, 16), "pooled_embeds": randn(_BATCH, 8),
         },
     ),
     "HunyuanDiT2DControlNetModel": _Tiny(
@@ -749,49 +541,25 @@ _TINY: dict[str, _Tiny] = {
     "HunyuanDiT2DModel": _Tiny({**_HUNYUAN_DIT, "num_layers": 2}, _hunyuan_dit),
     "HunyuanImageTransformer2DModel": _Tiny(
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "num_refiner_layers": 1,
-            "mlp_ratio": 2.0,
-            "text_embed_dim": 16,
-            "rope_axes_dim": (8, 8),
+            **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1,
+            "num_refiner_layers": 1, "mlp_ratio": 2.0, "text_embed_dim": 16, "rope_axes_dim": (8, 8),
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, 4, 4, 4),
-            "timestep": _step(torch.float),
-            "encoder_hidden_states": _text(16),
-            "encoder_attention_mask": _mask(),
-        },
+        lambda: _inputs(randn(_BATCH, 4, 4, 4), 16, timestep=_step(torch.float), encoder_attention_mask=_mask()),
     ),
     "HunyuanVideo15Transformer3DModel": _Tiny(
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "mlp_ratio": 2.0,
-            "text_embed_dim": 16,
-            "text_embed_2_dim": 8,
-            "image_embed_dim": 8,
-            "rope_axes_dim": (4, 6, 6),
+            **_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0,
+            "text_embed_dim": 16, "text_embed_2_dim": 8, "image_embed_dim": 8, "rope_axes_dim": (4, 6, 6),
             "target_size": 16,
         },
         lambda: _video_text(
-            4,
-            16,
-            timestep=_step(torch.float),
-            encoder_attention_mask=_mask(),
-            encoder_hidden_states_2=_text(8),
-            encoder_attention_mask_2=_mask(),
-            image_embeds=randn(_BATCH, 3, 8),
+            4, 16, timestep=_step(torch.float), encoder_attention_mask=_mask(), encoder_hidden_states_2=_text(8),
+            encoder_attention_mask_2=_mask(), image_embeds=randn(_BATCH, 3, 8),
         ),
     ),
     "HunyuanVideoFramepackTransformer3DModel": _Tiny(
-        {**_HUNYUAN_VIDEO, "has_image_proj": True, "image_proj_dim": 8, "has_clean_x_embedder": True}, _framepack
+        {**_HUNYUAN_VIDEO, "has_image_proj": True, "image_proj_dim": 8, "has_clean_x_embedder": True},
+        _framepack,
     ),
     "HunyuanVideoTransformer3DModel": _Tiny(_HUNYUAN_VIDEO, lambda: _hunyuan_video(guidance=_guidance())),
     "HunyuanVideoTransformer3DModel#HunyuanVideoI2VTransformer": _Tiny(
@@ -799,316 +567,179 @@ _TINY: dict[str, _Tiny] = {
         lambda: _hunyuan_video(9),
     ),
     "HunyuanVideoTransformer3DModel#HunyuanVideoTokenReplaceTransformer": _Tiny(
-        {**_HUNYUAN_VIDEO, "image_condition_type": "token_replace"}, lambda: _hunyuan_video(guidance=_guidance())
+        {**_HUNYUAN_VIDEO, "image_condition_type": "token_replace"},
+        lambda: _hunyuan_video(guidance=_guidance()),
     ),
     "Ideogram4Transformer2DModel": _Tiny(
         {
-            "in_channels": 8,
-            "num_layers": 2,
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "intermediate_size": 64,
-            "adaln_dim": 16,
-            "llm_features_dim": 16,
-            "mrope_section": (6, 5, 5),
+            "in_channels": 8, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32,
+            "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 16, "mrope_section": (6, 5, 5),
         },
         _ideogram4,
     ),
     "JoyImageEditPlusTransformer3DModel": _Tiny(
         _JOYIMAGE,
-        lambda: {
-            "hidden_states": randn(_BATCH, 8, 4, 1, 2, 2),
-            "timestep": _step(),
-            "encoder_hidden_states": _text(16),
-            "shape_list": [[(1, 2, 2), (1, 2, 2)]] * _BATCH,
-        },
+        lambda: _inputs(randn(_BATCH, 8, 4, 1, 2, 2), 16, shape_list=[[(1, 2, 2), (1, 2, 2)]] * _BATCH),
     ),
     "JoyImageEditTransformer3DModel": _Tiny(_JOYIMAGE, lambda: _video_text(4, 16)),
     "Kandinsky5Transformer3DModel": _Tiny(
         {
-            "in_text_dim": 16,
-            "in_text_dim2": 8,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (4, 6, 6),
+            "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16, "model_dim": 32, "ff_dim": 64, "num_text_blocks": 1,
+            "num_visual_blocks": 1, "axes_dims": (4, 6, 6),
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, *_VIDEO, 4),
-            "encoder_hidden_states": _text(16),
-            "timestep": _step(),
-            "pooled_projections": randn(_BATCH, 8),
-            "visual_rope_pos": [torch.arange(2), torch.arange(2), torch.arange(2)],
-            "text_rope_pos": torch.arange(_TEXT),
-        },
+        lambda: _inputs(
+            randn(_BATCH, *_VIDEO, 4), 16, pooled_projections=randn(_BATCH, 8),
+            visual_rope_pos=[torch.arange(2), torch.arange(2), torch.arange(2)], text_rope_pos=torch.arange(_TEXT),
+        ),
     ),
     "Kandinsky6SRTransformer3DModel": _Tiny(
         {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 64,
-            "num_visual_blocks": 1,
-            "axes_dims": (4, 6, 6),
+            "in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 16, "model_dim": 32, "ff_dim": 64,
+            "num_visual_blocks": 1, "axes_dims": (4, 6, 6),
         },
         lambda: {"hidden_states": randn(_BATCH, 1, 8, 8, 9), "timestep": _step()},
     ),
     "Kandinsky6Transformer3DModel": _Tiny(
         {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "in_text_dim": 16,
-            "in_text_dim2": 8,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (4, 6, 6),
-            "visual_cond": False,
-            "in_audio_dim": 4,
-            "out_audio_dim": 4,
+            "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 16,
+            "model_dim": 32, "ff_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 1, "axes_dims": (4, 6, 6),
+            "visual_cond": False, "in_audio_dim": 4, "out_audio_dim": 4,
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, *_VIDEO, 4),
-            "encoder_hidden_states": _text(16),
-            "timestep": _step(),
-            "pooled_projections": randn(_BATCH, 8),
-            "audio_hidden_states": randn(_BATCH, 3, 4),
-        },
+        lambda: _inputs(
+            randn(_BATCH, *_VIDEO, 4), 16, pooled_projections=randn(_BATCH, 8), audio_hidden_states=randn(_BATCH, 3, 4),
+        ),
     ),
     "Krea2Transformer2DModel": _Tiny(
         {
-            "in_channels": 8,
-            "num_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 64,
-            "timestep_embed_dim": 16,
-            "text_hidden_dim": 128,
-            "num_text_layers": 2,
-            "text_num_attention_heads": 2,
-            "text_num_key_value_heads": 2,
-            "text_intermediate_size": 64,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
+            "in_channels": 8, "num_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "intermediate_size": 64, "timestep_embed_dim": 16, "text_hidden_dim": 128, "num_text_layers": 2,
+            "text_num_attention_heads": 2, "text_num_key_value_heads": 2, "text_intermediate_size": 64,
+            "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1,
         },
         lambda: {
-            "hidden_states": randn(_BATCH, _IMAGE, 8),
-            "encoder_hidden_states": randn(_BATCH, _TEXT, 2, 128),
-            "timestep": _time(),
-            "position_ids": torch.cat([torch.zeros(_TEXT, 3), _grid(1, 4, 4)]),
+            "hidden_states": randn(_BATCH, _IMAGE, 8), "encoder_hidden_states": randn(_BATCH, _TEXT, 2, 128),
+            "timestep": _time(), "position_ids": torch.cat([torch.zeros(_TEXT, 3), _grid(1, 4, 4)]),
         },
     ),
     "LTX2VideoDiffusionDecoderModel": _Tiny(
         {
-            "latent_channels": 4,
-            "patch_size": 2,
-            "decoder_head_dim": 8,
-            "decoder_stage_channels": (64, 32, 16, 16, 8),
-            "decoder_stage_depths": (1, 1, 1, 1, 1),
-            "decoder_stage_kernels": ((3, 3, 3),) * 4,
-            "decoder_stage5_kernel": (3, 3, 3),
-            "decoder_t_emb_dim": 16,
+            "latent_channels": 4, "patch_size": 2, "decoder_head_dim": 8, "decoder_stage_channels": (64, 32, 16, 16, 8),
+            "decoder_stage_depths": (1, 1, 1, 1, 1), "decoder_stage_kernels": ((3, 3, 3),) * 4,
+            "decoder_stage5_kernel": (3, 3, 3), "decoder_t_emb_dim": 16,
         },
         lambda: {"z": _video(4)},
+        _ltx2_decoder,
     ),
     "LTX2VideoTransformer3DModel": _Tiny(
         _LTX2,
         lambda: _ltx(
-            audio_hidden_states=randn(_BATCH, 3, 4),
-            audio_encoder_hidden_states=_text(16),
-            audio_encoder_attention_mask=_mask(),
-            num_frames=2,
-            height=4,
-            width=2,
-            audio_num_frames=3,
+            audio_hidden_states=randn(_BATCH, 3, 4), audio_encoder_hidden_states=_text(16),
+            audio_encoder_attention_mask=_mask(), num_frames=2, height=4, width=2, audio_num_frames=3,
         ),
     ),
     "LTXVideoTransformer3DModel": _Tiny(
         {
-            **_HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "cross_attention_dim": 32,
-            "num_layers": 1,
+            **_HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "num_layers": 1,
             "caption_channels": 16,
         },
         lambda: _ltx(num_frames=2, height=4, width=2),
     ),
     "LongCatAudioDiTTransformer": _Tiny(
         {"dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 4, "ff_mult": 2.0},
-        lambda: {
-            "hidden_states": randn(_BATCH, 16, 4),
-            "encoder_hidden_states": _text(16),
-            "encoder_attention_mask": _mask(),
-            "timestep": _time(),
-            "latent_cond": randn(_BATCH, 16, 4),
-        },
+        lambda: _inputs(
+            randn(_BATCH, 16, 4), 16, encoder_attention_mask=_mask(), timestep=_time(),
+            latent_cond=randn(_BATCH, 16, 4),
+        ),
     ),
     "LongCatImageTransformer2DModel": _Tiny(
-        {**_FLUX, "axes_dims_rope": [16, 24, 24], "pooled_projection_dim": 8}, lambda: _packed(8, 16)
+        {**_FLUX, "axes_dims_rope": [16, 24, 24], "pooled_projection_dim": 8},
+        lambda: _packed(8, 16),
     ),
     "Lumina2Transformer2DModel": _Tiny(
         {
-            "sample_size": 8,
-            "in_channels": 4,
-            "hidden_size": 32,
-            "num_layers": 1,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 2,
-            "num_kv_heads": 1,
-            "multiple_of": 16,
-            "axes_dim_rope": (4, 6, 6),
-            "axes_lens": (32, 16, 16),
-            "cap_feat_dim": 16,
+            "sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 1, "num_refiner_layers": 1,
+            "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (4, 6, 6),
+            "axes_lens": (32, 16, 16), "cap_feat_dim": 16,
         },
         lambda: _image_text(4, 16, encoder_attention_mask=_mask()),
     ),
     "LuminaNextDiT2DModel": _Tiny(
         {
-            "sample_size": 8,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_attention_heads": 2,
-            "num_kv_heads": 1,
-            "multiple_of": 16,
-            "cross_attention_dim": 16,
+            "sample_size": 8, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1,
+            "multiple_of": 16, "cross_attention_dim": 16,
         },
         lambda: _image_text(
-            4,
-            16,
-            encoder_mask=_mask(),
-            image_rotary_emb=torch.polar(torch.ones(4, 4, 8), rand(4, 4, 8)),
+            4, 16, encoder_mask=_mask(), image_rotary_emb=torch.polar(torch.ones(4, 4, 8), rand(4, 4, 8)),
             cross_attention_kwargs={},
         ),
     ),
     "MiniMaxH3Transformer3DModel": _Tiny(
         {
-            "num_attention_heads": 2,
-            "attention_head_dim": 32,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_refiner_layers": 1,
-            "ffn_dim": 48,
-            "in_channels": 4,
-            "audio_in_channels": 4,
-            "text_dim": 16,
-            "freq_dim": 16,
-            "time_embed_hidden_dim": 16,
-            "time_embed_dim": 16,
-            "rope_freq_dim": 4,
+            "num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 32, "num_layers": 2,
+            "num_refiner_layers": 1, "ffn_dim": 48, "in_channels": 4, "audio_in_channels": 4, "text_dim": 16,
+            "freq_dim": 16, "time_embed_hidden_dim": 16, "time_embed_dim": 16, "rope_freq_dim": 4,
         },
         _minimax_h3,
     ),
     "MochiTransformer3DModel": _Tiny(
         {
-            **_HEADS,
-            "num_layers": 2,
-            "pooled_projection_dim": 16,
-            "in_channels": 4,
-            "text_embed_dim": 16,
-            "time_embed_dim": 16,
-            "max_sequence_length": _TEXT,
+            **_HEADS, "num_layers": 2, "pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16,
+            "time_embed_dim": 16, "max_sequence_length": _TEXT,
         },
         lambda: _video_text(4, 16, encoder_attention_mask=_mask()),
     ),
     "MotifVideoTransformer3DModel": _Tiny(_MOTIF, lambda: _video_text(9, 16)),
     "MotifVideoTransformer3DModel#qk_layer_norm": _Tiny(
-        {**_MOTIF, "qk_norm": "layer_norm"}, lambda: _video_text(9, 16)
+        {**_MOTIF, "qk_norm": "layer_norm"},
+        lambda: _video_text(9, 16),
     ),
     "NucleusMoEImageTransformer2DModel": _Tiny(
         {
-            **_QWEN,
-            "mlp_ratio": 2.0,
-            "dense_moe_strategy": "leave_first_block_dense",
-            "num_experts": 2,
-            "capacity_factors": 1.0,
-            "moe_intermediate_dim": 16,
+            **_QWEN, "mlp_ratio": 2.0, "dense_moe_strategy": "leave_first_block_dense", "num_experts": 2,
+            "capacity_factors": 1.0, "moe_intermediate_dim": 16,
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, _IMAGE, 8),
-            "encoder_hidden_states": _text(16),
-            "timestep": _time(),
-            "img_shapes": [(1, 4, 4)] * _BATCH,
-        },
+        lambda: _inputs(randn(_BATCH, _IMAGE, 8), 16, timestep=_time(), img_shapes=[(1, 4, 4)] * _BATCH),
     ),
     "OvisImageTransformer2DModel": _Tiny({**_FLUX, "out_channels": 8}, lambda: _packed(8, 16)),
     "PRXTransformer2DModel": _Tiny(
         {
-            "in_channels": 4,
-            "context_in_dim": 16,
-            "hidden_size": 32,
-            "mlp_ratio": 2.0,
-            "num_heads": 2,
-            "depth": 2,
+            "in_channels": 4, "context_in_dim": 16, "hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2,
             "axes_dim": [8, 8],
         },
         lambda: _image_text(4, 16),
     ),
     "QwenImage21Transformer2DModel": _Tiny(
         {
-            **_HEADS,
-            "in_channels": 8,
-            "out_channels": 8,
-            "num_layers": 2,
-            "context_in_dim": 16,
-            "mlp_ratio": 2,
+            **_HEADS, "in_channels": 8, "out_channels": 8, "num_layers": 2, "context_in_dim": 16, "mlp_ratio": 2,
             "axes_dims_rope": (4, 6, 6),
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, _IMAGE, 8),
-            "encoder_hidden_states": _text(16),
-            "timestep": _time(),
-            "img_shapes": [[(1, 4, 4)]] * _BATCH,
-            "img_mask": (torch.arange(_TEXT + 4) >= _TEXT).expand(_BATCH, -1),
-        },
+        lambda: _inputs(
+            randn(_BATCH, _IMAGE, 8), 16, timestep=_time(), img_shapes=[[(1, 4, 4)]] * _BATCH,
+            img_mask=(torch.arange(_TEXT + 4) >= _TEXT).expand(_BATCH, -1),
+        ),
     ),
     "QwenImageControlNetModel": _Tiny(
         _QWEN,
-        lambda: {
-            "hidden_states": randn(_BATCH, _IMAGE, 8),
-            "controlnet_cond": randn(_BATCH, _IMAGE, 8),
-            "encoder_hidden_states": _text(16),
-            "timestep": _time(),
-            "img_shapes": [[(1, 4, 4)]] * _BATCH,
-        },
+        lambda: _inputs(
+            randn(_BATCH, _IMAGE, 8), 16, controlnet_cond=randn(_BATCH, _IMAGE, 8), timestep=_time(),
+            img_shapes=[[(1, 4, 4)]] * _BATCH,
+        ),
     ),
     "QwenImageTransformer2DModel": _Tiny(
         _QWEN,
-        lambda: {
-            "hidden_states": randn(_BATCH, _IMAGE, 8),
-            "encoder_hidden_states": _text(16),
-            "timestep": _time(),
-            "img_shapes": [[(1, 4, 4)]] * _BATCH,
-        },
+        lambda: _inputs(randn(_BATCH, _IMAGE, 8), 16, timestep=_time(), img_shapes=[[(1, 4, 4)]] * _BATCH),
     ),
     "RFD4ProteinaTransformer": _Tiny(
         {
-            "nlayers": 2,
-            "token_dim": 32,
-            "nheads": 2,
-            "dim_cond": 16,
-            "pair_repr_dim": 16,
-            "latent_dim": 4,
-            "token_type_emb_dim": 8,
-            "t_emb_dim": 16,
-            "xt_pair_dist_dim": 6,
+            "nlayers": 2, "token_dim": 32, "nheads": 2, "dim_cond": 16, "pair_repr_dim": 16, "latent_dim": 4,
+            "token_type_emb_dim": 8, "t_emb_dim": 16, "xt_pair_dist_dim": 6,
             "feats_seq": ("xt_bb_ca", "xt_local_latents", "token_type"),
-            "feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents"),
-            "feats_pair_repr": ("xt_bb_ca_pair_dists",),
-            "tri_mult_c": 16,
-            "num_sequence_classes": 8,
+            "feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents"), "feats_pair_repr": ("xt_bb_ca_pair_dists",),
+            "tri_mult_c": 16, "num_sequence_classes": 8,
         },
         lambda: {
-            "bb_ca": randn(_BATCH, 8, 3),
-            "local_latents": randn(_BATCH, 8, 4),
-            "bb_ca_time": _time(),
-            "local_latents_time": _time(),
-            "padding_mask": _mask(8),
+            "bb_ca": randn(_BATCH, 8, 3), "local_latents": randn(_BATCH, 8, 4), "bb_ca_time": _time(),
+            "local_latents_time": _time(), "padding_mask": _mask(8),
             "token_type": torch.zeros(_BATCH, 8, dtype=torch.long),
             "conditioning": {
                 "is_in_context_conditioning": torch.zeros(_BATCH, 8, dtype=torch.bool),
@@ -1119,9 +750,7 @@ _TINY: dict[str, _Tiny] = {
     "SD3ControlNetModel": _Tiny(
         {**_SD3, "dual_attention_layers": (), "qk_norm": "rms_norm"},
         lambda: {
-            **_image_text(4, 16),
-            "pooled_projections": randn(_BATCH, 8),
-            "controlnet_cond": randn(_BATCH, 4, 8, 8),
+            **_image_text(4, 16), "pooled_projections": randn(_BATCH, 8), "controlnet_cond": randn(_BATCH, 4, 8, 8),
         },
     ),
     "SD3Transformer2DModel#SD35Transformer": _Tiny(
@@ -1132,100 +761,50 @@ _TINY: dict[str, _Tiny] = {
         {**_SD3, "qk_norm": "layer_norm"},
         lambda: _image_text(4, 16, pooled_projections=randn(_BATCH, 8), timestep=_step()),
     ),
-    "SanaTransformer2DModel#qk_rms_across": _Tiny(
-        _SANA,
-        lambda: {
-            "hidden_states": randn(_BATCH, 4, 4, 4),
-            "encoder_hidden_states": _text(16),
-            "timestep": _step(),
-        },
-    ),
+    "SanaTransformer2DModel#qk_rms_across": _Tiny(_SANA, lambda: _inputs(randn(_BATCH, 4, 4, 4), 16)),
     "SanaVideoTransformer3DModel": _Tiny(_SANA, lambda: _video_text(4, 16)),
-    "SanaWMLTX2RefinerTransformer3DModel": _Tiny(
-        _LTX2,
-        lambda: _ltx(video_rotary_emb=_rope(_IMAGE, 32)),
-    ),
+    "SanaWMLTX2RefinerTransformer3DModel": _Tiny(_LTX2, lambda: _ltx(video_rotary_emb=_rope(_IMAGE, 32))),
     "SanaWMTransformer3DModel": _Tiny(
         {
-            "in_channels": 4,
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "softmax_every_n": 2,
-            "linear_head_dim": 16,
-            "chunk_plucker_channels": 6,
-            "caption_channels": 16,
-            "mlp_ratio": 2.0,
+            "in_channels": 4, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "softmax_every_n": 2,
+            "linear_head_dim": 16, "chunk_plucker_channels": 6, "caption_channels": 16, "mlp_ratio": 2.0,
         },
         _sana_wm,
     ),
     "SkyReelsV2Transformer3DModel": _Tiny(_WAN, lambda: _video_text(4, 16)),
     "StableAudio3DiTModel": _Tiny(
         {
-            "io_channels": 4,
-            "embed_dim": 32,
-            "depth": 1,
-            "num_heads": 2,
-            "cond_token_dim": 16,
-            "global_cond_dim": 16,
-            "local_add_cond_dim": 5,
-            "timestep_features_dim": 16,
-            "ff_mult": 2.0,
-            "num_memory_tokens": 2,
+            "io_channels": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "cond_token_dim": 16, "global_cond_dim": 16,
+            "local_add_cond_dim": 5, "timestep_features_dim": 16, "ff_mult": 2.0, "num_memory_tokens": 2,
         },
-        lambda: {
-            "hidden_states": randn(_BATCH, 4, 16),
-            "timestep": _time(),
-            "encoder_hidden_states": _text(16),
-            "global_hidden_states": randn(_BATCH, 16),
-            "local_add_cond": randn(_BATCH, 5, 16),
-        },
+        lambda: _inputs(
+            randn(_BATCH, 4, 16), 16, timestep=_time(), global_hidden_states=randn(_BATCH, 16),
+            local_add_cond=randn(_BATCH, 5, 16),
+        ),
     ),
     "WanAnimate2Transformer3DModel": _Tiny(
         {
-            "text_len": _TEXT,
-            "in_dim": 8,
-            "dim": 32,
-            "ffn_dim": 32,
-            "freq_dim": 16,
-            "text_dim": 16,
-            "out_dim": 4,
-            "num_heads": 2,
-            "num_layers": 2,
+            "text_len": _TEXT, "in_dim": 8, "dim": 32, "ffn_dim": 32, "freq_dim": 16, "text_dim": 16, "out_dim": 4,
+            "num_heads": 2, "num_layers": 2,
         },
         lambda: {
-            "hidden_states": [randn(4, *_VIDEO) for _ in range(_BATCH)],
-            "timestep": _step(),
+            "hidden_states": [randn(4, *_VIDEO) for _ in range(_BATCH)], "timestep": _step(),
             "encoder_hidden_states": [randn(_TEXT, 16) for _ in range(_BATCH)],
-            "condition_latents": [randn(4, *_VIDEO) for _ in range(_BATCH)],
-            "kv_cache": _wan_animate2_cache(),
-            "kv_cache_mode": "extract",
-            "seq_len": 8,
-            "encoder_hidden_states_image": randn(_BATCH, 3, 1280),
+            "condition_latents": [randn(4, *_VIDEO) for _ in range(_BATCH)], "kv_cache": _wan_animate2_cache(),
+            "kv_cache_mode": "extract", "seq_len": 8, "encoder_hidden_states_image": randn(_BATCH, 3, 1280),
             "offset_grid_sizes": torch.tensor([[2, 2, 2]] * _BATCH),
         },
     ),
     "WanAnimateTransformer3DModel": _Tiny(
         {
-            **_WAN,
-            **_WAN_I2V,
-            "in_channels": 12,
-            "latent_channels": 4,
-            "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
-            "motion_encoder_size": 16,
-            "motion_style_dim": 8,
-            "motion_dim": 4,
-            "motion_encoder_dim": 8,
-            "face_encoder_hidden_dim": 16,
-            "face_encoder_num_heads": 2,
+            **_WAN, **_WAN_I2V, "in_channels": 12, "latent_channels": 4,
+            "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_style_dim": 8,
+            "motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
             "inject_face_latents_blocks": 2,
         },
         lambda: {
-            **_video_text(12, 16),
-            "hidden_states": _video(12, 3),
-            "encoder_hidden_states_image": randn(_BATCH, 3, 8),
-            "pose_hidden_states": _video(4, 2),
-            "face_pixel_values": randn(_BATCH, 3, 5, 16, 16),
+            **_video_text(12, 16), "hidden_states": _video(12, 3), "encoder_hidden_states_image": randn(_BATCH, 3, 8),
+            "pose_hidden_states": _video(4, 2), "face_pixel_values": randn(_BATCH, 3, 5, 16, 16),
         },
     ),
     "WanTransformer3DModel": _Tiny(_WAN, lambda: _video_text(4, 16)),
@@ -1235,13 +814,8 @@ _TINY: dict[str, _Tiny] = {
     ),
     "ZImageControlNetModel": _Tiny(
         {
-            "control_layers_places": [0],
-            "control_refiner_layers_places": [0],
-            "control_in_dim": 4,
-            "add_control_noise_refiner": "control_noise_refiner",
-            "dim": 32,
-            "n_refiner_layers": 1,
-            "n_heads": 2,
+            "control_layers_places": [0], "control_refiner_layers_places": [0], "control_in_dim": 4,
+            "add_control_noise_refiner": "control_noise_refiner", "dim": 32, "n_refiner_layers": 1, "n_heads": 2,
             "n_kv_heads": 2,
         },
         lambda: _zimage(control_context=[randn(4, 1, 8, 8) for _ in range(_BATCH)]),
@@ -1249,6 +823,7 @@ _TINY: dict[str, _Tiny] = {
     ),
     "ZImageTransformer2DModel": _Tiny(_ZIMAGE, _zimage),
 }
+# fmt: on
 
 
 def build(
@@ -1286,7 +861,7 @@ def _look_up(name: str) -> tuple[Any, _Tiny]:
         import diffusers
     except ImportError as error:
         raise ImportError(
-            'tiny models are built from the classes of diffusers, which is not installed: pip install "qknorm[diffusers]"'
+            'tiny models are built from classes of diffusers, which is not installed: pip install "qknorm[diffusers]"'
         ) from error
     class_name = name.partition("#")[0]
     cls = getattr(diffusers, class_name, None)
@@ -1318,13 +893,14 @@ def _unsettle(model: nn.Module) -> None:
         elif name.endswith(_UNINITIALISED):
             parameter.normal_(std=0.1)
         elif (parameter == parameter.mean()).all():
-            parameter += 0.1 * randn(parameter.shape)
+            parameter.add_(randn(parameter.shape), alpha=0.1)
 
 
 def _move(value: Any, dtype: torch.dtype, device: torch.device | str, name: str = "") -> Any:
     if isinstance(value, torch.Tensor):
-        keep = not value.is_floating_point() or name.endswith("rotary_emb")
-        return value.to(device, value.dtype if keep else dtype)
+        if not value.is_floating_point() or name in _FLOAT32:
+            return value.to(device)
+        return value.bfloat16().to(device, dtype)
     if isinstance(value, dict):
         return {key: _move(item, dtype, device, key) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

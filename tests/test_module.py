@@ -243,6 +243,9 @@ def test_from_norm_takes_every_known_class_and_leaves_the_norm_alone(norm):
     assert old.__dict__ == attributes
     assert dict(new.named_parameters()).keys() == dict(old.named_parameters()).keys()
     assert all(new.get_parameter(name) is p for name, p in old.named_parameters())
+    for name, p in list(old.named_parameters()):
+        setattr(new, name, nn.Parameter(torch.zeros_like(p)))
+        assert old.get_parameter(name) is p
 
 
 def test_from_norm_reads_shape_eps_offset_and_rounding():
