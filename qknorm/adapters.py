@@ -27,6 +27,7 @@ class Adapter:
         weight: name of its weight parameter: "weight", "scale" or "gamma".
         eps: name of its eps attribute, or the eps itself where the class has none.
         unit_offset: the factor is ``1 + weight``.
+        float32_weight: the class casts its weight to float32 first, which decides where ``1 + weight`` is rounded.
         rounding: "once", "weight" or "input", see ``qknorm.rms_norm``. The class itself is the judge: ``new(x)`` must
             equal ``old(x).to(x.dtype)`` bit for bit.
         requires: attributes that must have these values, or the module is left alone.
@@ -37,6 +38,7 @@ class Adapter:
     weight: str = "weight"
     eps: str | float | None = "eps"
     unit_offset: bool = False
+    float32_weight: bool = False
     rounding: str = "once"
     requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     twin: str | None = None
@@ -45,7 +47,10 @@ class Adapter:
 _TORCH = "torch.nn.modules.normalization"
 _DIFFUSERS = "diffusers.models.normalization"
 _TRANSFORMERS = "diffusers.models.transformers"
+_AI_TOOLKIT = "extensions_built_in.diffusion_models"
 _BFL = Adapter(weight="scale", eps=1e-6, rounding="input")
+_SCALE_ONCE = Adapter(weight="scale", eps=1e-6)
+_KREA2 = Adapter(weight="scale", unit_offset=True, float32_weight=True)
 
 # By the path of the class. A string in place of an adapter says why a class is left alone.
 ADAPTERS: dict[str, Adapter | str] = {
@@ -57,8 +62,15 @@ ADAPTERS: dict[str, Adapter | str] = {
     f"{_TRANSFORMERS}.transformer_stable_audio3.StableAudio3RMSNorm": Adapter(
         weight="gamma", requires=MappingProxyType({"force_fp32": True})
     ),
+    # Read in their sources: Black Forest Labs and the trainers that keep copies of its models and of Krea 2.
     "flux.modules.layers.RMSNorm": _BFL,
     "flux2.model.RMSNorm": _BFL,
+    f"{_AI_TOOLKIT}.flux2.src.model.RMSNorm": _BFL,
+    f"{_AI_TOOLKIT}.chroma.src.layers.RMSNorm": _SCALE_ONCE,
+    f"{_AI_TOOLKIT}.krea2.src.mmdit.RMSNorm": _KREA2,
+    "musubi_tuner.flux_2.flux2_models.RMSNorm": _BFL,
+    "musubi_tuner.krea2.krea2_mmdit.RMSNorm": _KREA2,
+    "library.flux_models.RMSNorm": _SCALE_ONCE,  # sd-scripts
     f"{_TORCH}.LayerNorm": Adapter(twin="QKLayerNorm"),
     f"{_DIFFUSERS}.LpNorm": Adapter(twin="QKLpNorm"),
     "diffusers.models.autoencoders.autoencoder_same.DynamicTanh": Adapter(twin="QKDynamicTanh"),

@@ -37,7 +37,9 @@ class QKRMSNorm(nn.RMSNorm):
     Shape: [..., *normalized_shape] to the same shape, fresh and contiguous. Errors: those of ``qknorm.rms_norm``.
     """
 
+    __constants__ = [*nn.RMSNorm.__constants__, "float32_weight"]  # noqa: RUF012  (nn.Module's own form)
     weight_name = "weight"
+    float32_weight = False  # see ``Adapter``; set on modules that stand in for such a class
 
     def __init__(
         self,
@@ -93,11 +95,14 @@ class QKRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
-            return _scripted(x, self.weight, self.eps, len(self.normalized_shape), self.unit_offset, self.rounding)
+            dims = len(self.normalized_shape)
+            return _scripted(x, self.weight, self.eps, dims, self.unit_offset, self.float32_weight, self.rounding)
         else:  # explicit, for TorchScript compiles whatever follows the if
-            weight = self._parameters.get(self.weight_name)
+            weight: Tensor | None = self._parameters.get(self.weight_name)
             if weight is None:
                 weight = getattr(self, self.weight_name)
+            if self.float32_weight and weight is not None:
+                weight = weight.float()
             if len(self.normalized_shape) != 1:
                 return self._forward_over_many(x, weight)
             return functional.rms_norm(
@@ -266,6 +271,7 @@ def from_adapter(norm: nn.Module, adapter: adapters.Adapter, backend: str = "aut
             "unit_offset": adapter.unit_offset,
             "rounding": adapter.rounding,
             "backend": backend,
+            **({"float32_weight": True} if adapter.float32_weight else {}),
         }
     had = norm.__dict__
     added = (*(name for name in attributes if name not in had), "_qknorm_origin")
@@ -323,10 +329,17 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _scripted(
-    x: Tensor, weight: Tensor | None, eps: float | None, dims: int, unit_offset: bool, rounding: str
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    dims: int,
+    unit_offset: bool,
+    float32_weight: bool,
+    rounding: str,
 ) -> Tensor:
     """``QKRMSNorm.forward`` for ``torch.jit.script``, which knows tensors and operators alone."""
     if eps is None:
         eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
-    flat_weight = None if weight is None else weight.flatten()
-    return torch.ops.qknorm.rms_norm(x.flatten(-dims), flat_weight, eps, unit_offset, rounding)[0].view(x.shape)
+    if weight is not None:
+        weight = weight.float().flatten() if float32_weight else weight.flatten()
+    return torch.ops.qknorm.rms_norm(x.flatten(-dims), weight, eps, unit_offset, rounding)[0].view(x.shape)

@@ -309,6 +309,14 @@ def _zimage(**more: Any) -> Inputs:
     }
 
 
+def _wan_i2v(channels: int, **more: Any) -> Inputs:
+    """What comes before the last 512 tokens of the context is the image, so the text must be as long as that."""
+    image = randn(_BATCH, 3, 8)
+    return _video_text(
+        channels, 16, **{"encoder_hidden_states": _text(16, 512), "encoder_hidden_states_image": image, **more}
+    )
+
+
 def _wan_animate2_cache() -> Any:
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
@@ -433,7 +441,7 @@ _TINY: dict[str, _Tiny] = {
     ),
     "ChronoEditTransformer3DModel": _Tiny(
         {**_WAN, **_WAN_I2V},
-        lambda: _video_text(4, 16, encoder_hidden_states_image=randn(_BATCH, 3, 8)),
+        lambda: _wan_i2v(4),
     ),
     "CogVideoXTransformer3DModel": _Tiny(_COGVIDEOX, lambda: _cogvideox(8)),
     "CogVideoXTransformer3DModel#CogVideoX15Transformer": _Tiny(
@@ -623,11 +631,13 @@ _TINY: dict[str, _Tiny] = {
     ),
     "LTX2VideoDiffusionDecoderModel": _Tiny(
         {
-            "latent_channels": 4, "patch_size": 2, "decoder_head_dim": 8, "decoder_stage_channels": (64, 32, 16, 16, 8),
-            "decoder_stage_depths": (1, 1, 1, 1, 1), "decoder_stage_kernels": ((3, 3, 3),) * 4,
-            "decoder_stage5_kernel": (3, 3, 3), "decoder_t_emb_dim": 16,
+            "latent_channels": 4, "patch_size": 2, "decoder_head_dim": 8, "decoder_stage_channels": (32, 16, 16, 16, 8),
+            "decoder_stage_depths": (1, 1, 1, 1, 1), "decoder_stage_kernels": ((1, 3, 3),) * 4,
+            "decoder_upsample_strides": ((2, 1, 1), (1, 1, 1), (1, 1, 1), (1, 2, 2)),
+            "decoder_upsample_channel_reductions": (2, 1, 1, 2), "decoder_stage5_kernel": (1, 3, 3),
+            "decoder_t_emb_dim": 16, "temporal_compression_ratio": 2, "spatial_compression_ratio": 4,
         },
-        lambda: {"z": _video(4)},
+        lambda: {"z": randn(_BATCH, 4, 2, 3, 3)},
         _ltx2_decoder,
     ),
     "LTX2VideoTransformer3DModel": _Tiny(
@@ -802,10 +812,7 @@ _TINY: dict[str, _Tiny] = {
             "motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
             "inject_face_latents_blocks": 2,
         },
-        lambda: {
-            **_video_text(12, 16), "hidden_states": _video(12, 3), "encoder_hidden_states_image": randn(_BATCH, 3, 8),
-            "pose_hidden_states": _video(4, 2), "face_pixel_values": randn(_BATCH, 3, 5, 16, 16),
-        },
+        lambda: _wan_i2v(12, hidden_states=_video(12, 3), pose_hidden_states=_video(4, 2), face_pixel_values=randn(_BATCH, 3, 5, 16, 16)),
     ),
     "WanTransformer3DModel": _Tiny(_WAN, lambda: _video_text(4, 16)),
     "WanVACETransformer3DModel": _Tiny(

@@ -56,7 +56,7 @@ class ZeroCentredScaleRMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.zeros(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), weight=self.scale + 1.0, eps=self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight=self.scale.float() + 1.0, eps=self.eps).to(x.dtype)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -86,7 +86,7 @@ class LigerRMSNorm(nn.Module):
 
 
 register_norm(BFLRMSNorm, Adapter(weight="scale", eps=1e-6, rounding="input"))
-register_norm(ZeroCentredScaleRMSNorm, Adapter(weight="scale", unit_offset=True))
+register_norm(ZeroCentredScaleRMSNorm, Adapter(weight="scale", unit_offset=True, float32_weight=True))
 register_norm(LlamaRMSNorm, Adapter(eps="variance_epsilon", rounding="input"))
 
 
