@@ -48,11 +48,9 @@ def _text(dim: int, tokens: int = _TEXT) -> torch.Tensor:
     return randn(_BATCH, tokens, dim)
 
 
-def _mask(tokens: int = _TEXT, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+def _mask(tokens: int = _TEXT) -> torch.Tensor:
     """The second sample has two padding tokens."""
-    mask = torch.ones(_BATCH, tokens, dtype=dtype)
-    mask[1, tokens - 2 :] = 0
-    return mask
+    return torch.arange(tokens) < torch.tensor([[tokens], [tokens - 2]])
 
 
 def _video(channels: int, frames: int = _VIDEO[0]) -> torch.Tensor:
@@ -311,10 +309,13 @@ def _zimage(**more: Any) -> Inputs:
 
 def _wan_i2v(channels: int, **more: Any) -> Inputs:
     """What comes before the last 512 tokens of the context is the image, so the text must be as long as that."""
-    image = randn(_BATCH, 3, 8)
-    return _video_text(
-        channels, 16, **{"encoder_hidden_states": _text(16, 512), "encoder_hidden_states_image": image, **more}
-    )
+    text, image = _text(16, 512), _text(8, 3)
+    return {
+        **_video_text(channels, 16),
+        "encoder_hidden_states": text,
+        "encoder_hidden_states_image": image,
+        **more,
+    }
 
 
 def _wan_animate2_cache() -> Any:
@@ -409,7 +410,7 @@ _TINY: dict[str, _Tiny] = {
             "encoder_block_out_channels": (32, 32, 32, 32), "decoder_block_out_channels": (32, 32, 32, 32),
             "layers_per_block": (1, 1, 1, 1, 1),
         },
-        lambda: {"sample": randn(_BATCH, 3, 7, 16, 16)},
+        lambda: {"sample": randn(_BATCH, 3, 7, 32, 32)},
     ),
     "AutoencoderSAME": _Tiny(
         {
@@ -439,10 +440,7 @@ _TINY: dict[str, _Tiny] = {
         {**_FLUX, "approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 1},
         lambda: _packed(8, 16),
     ),
-    "ChronoEditTransformer3DModel": _Tiny(
-        {**_WAN, **_WAN_I2V},
-        lambda: _wan_i2v(4),
-    ),
+    "ChronoEditTransformer3DModel": _Tiny({**_WAN, **_WAN_I2V}, lambda: _wan_i2v(4)),
     "CogVideoXTransformer3DModel": _Tiny(_COGVIDEOX, lambda: _cogvideox(8)),
     "CogVideoXTransformer3DModel#CogVideoX15Transformer": _Tiny(
         {**_COGVIDEOX, "patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 8},
@@ -812,7 +810,10 @@ _TINY: dict[str, _Tiny] = {
             "motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
             "inject_face_latents_blocks": 2,
         },
-        lambda: _wan_i2v(12, hidden_states=_video(12, 3), pose_hidden_states=_video(4, 2), face_pixel_values=randn(_BATCH, 3, 5, 16, 16)),
+        lambda: _wan_i2v(
+            12, hidden_states=_video(12, 3), pose_hidden_states=_video(4, 2),
+            face_pixel_values=randn(_BATCH, 3, 5, 16, 16),
+        ),
     ),
     "WanTransformer3DModel": _Tiny(_WAN, lambda: _video_text(4, 16)),
     "WanVACETransformer3DModel": _Tiny(
