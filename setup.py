@@ -1,6 +1,6 @@
 """Packaging.
 
-``kernels/`` has no ``__init__.py``: one would shadow Hugging Face's ``kernels`` package for whoever works in this folder.
+``kernels/`` has no ``__init__.py``: one would shadow Hugging Face's ``kernels`` package for whoever works here.
 """
 
 from pathlib import Path

@@ -14,8 +14,8 @@ QK_NORM_NAMES = frozenset(
     "norm_q norm_k norm_added_q norm_added_k query_norm key_norm q_rms_norm k_rms_norm q_rms_norm_t k_rms_norm_t"
     " img_attn_q_norm img_attn_k_norm txt_attn_q_norm txt_attn_k_norm q_norm k_norm q_img_norm k_img_norm"
     " q_norm_cam k_norm_cam"
-    # DiffSynth-Studio, Krea 2 and its trainers' copies, SD3's original
-    " norm_q_a norm_k_a norm_q_b norm_k_b qnorm knorm ln_q ln_k".split()
+    # DiffSynth-Studio, Krea 2 and its trainers' copies, SD3's and Wan's originals
+    " norm_q_a norm_k_a norm_q_b norm_k_b qnorm knorm ln_q ln_k norm_k_img".split()
 )
 
 
@@ -48,7 +48,10 @@ _TORCH = "torch.nn.modules.normalization"
 _DIFFUSERS = "diffusers.models.normalization"
 _TRANSFORMERS = "diffusers.models.transformers"
 _AI_TOOLKIT = "extensions_built_in.diffusion_models"
+_MUSUBI = "musubi_tuner"
+_OWN_CAST = "it casts its weight to the dtype of its input, and so keeps that dtype already"
 _BFL = Adapter(weight="scale", eps=1e-6, rounding="input")
+_INPUT = Adapter(rounding="input")
 _SCALE_ONCE = Adapter(weight="scale", eps=1e-6)
 _KREA2 = Adapter(weight="scale", unit_offset=True, float32_weight=True)
 
@@ -62,15 +65,29 @@ ADAPTERS: dict[str, Adapter | str] = {
     f"{_TRANSFORMERS}.transformer_stable_audio3.StableAudio3RMSNorm": Adapter(
         weight="gamma", requires=MappingProxyType({"force_fp32": True})
     ),
-    # Read in their sources: Black Forest Labs and the trainers that keep copies of its models and of Krea 2.
+    # Read in their sources: the original repositories and the trainers that keep copies of their models.
     "flux.modules.layers.RMSNorm": _BFL,
     "flux2.model.RMSNorm": _BFL,
     f"{_AI_TOOLKIT}.flux2.src.model.RMSNorm": _BFL,
     f"{_AI_TOOLKIT}.chroma.src.layers.RMSNorm": _SCALE_ONCE,
     f"{_AI_TOOLKIT}.krea2.src.mmdit.RMSNorm": _KREA2,
-    "musubi_tuner.flux_2.flux2_models.RMSNorm": _BFL,
-    "musubi_tuner.krea2.krea2_mmdit.RMSNorm": _KREA2,
-    "library.flux_models.RMSNorm": _SCALE_ONCE,  # sd-scripts
+    f"{_MUSUBI}.flux.flux_models.RMSNorm": _SCALE_ONCE,
+    f"{_MUSUBI}.flux_2.flux2_models.RMSNorm": _BFL,
+    f"{_MUSUBI}.krea2.krea2_mmdit.RMSNorm": _KREA2,
+    f"{_MUSUBI}.qwen_image.qwen_image_model.RMSNorm": Adapter(rounding="weight"),
+    f"{_MUSUBI}.zimage.zimage_model.RMSNorm": Adapter(),
+    "library.flux_models.RMSNorm": _SCALE_ONCE,  # sd-scripts, whose Chroma uses it too
+    "library.lumina_models.RMSNorm": Adapter(eps=1e-6),  # its eps attribute is not used
+    "library.hunyuan_image_modules.RMSNorm": _INPUT,
+    "diffsynth.models.sd3_dit.RMSNorm": _INPUT,
+    "diffsynth.models.general_modules.RMSNorm": _INPUT,
+    "hyvideo.modules.norm_layers.RMSNorm": _INPUT,
+    "wan.modules.model.WanRMSNorm": _INPUT,
+    "comfy.ldm.krea2.model.RMSNorm": _KREA2,
+    # These round the weight to the input's dtype, which no adapter says.
+    f"{_MUSUBI}.wan.modules.model.WanRMSNorm": _OWN_CAST,
+    f"{_MUSUBI}.hunyuan_model.norm_layers.RMSNorm": _OWN_CAST,
+    "comfy.ldm.flux.layers.RMSNorm": _OWN_CAST,
     f"{_TORCH}.LayerNorm": Adapter(twin="QKLayerNorm"),
     f"{_DIFFUSERS}.LpNorm": Adapter(twin="QKLpNorm"),
     "diffusers.models.autoencoders.autoencoder_same.DynamicTanh": Adapter(twin="QKDynamicTanh"),

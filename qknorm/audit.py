@@ -350,6 +350,5 @@ def _without_data(mode: Any, held: Any) -> Any:
         for x in tree_leaves(holder):
             if isinstance(x, Tensor) and id(x) not in memo:
                 with mode:
-                    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-                memo[id(x)] = nn.Parameter(fake, x.requires_grad) if isinstance(x, nn.Parameter) else fake
+                    memo[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     return copy.deepcopy(held, memo)

@@ -37,9 +37,7 @@ class QKRMSNorm(nn.RMSNorm):
     Shape: [..., *normalized_shape] to the same shape, fresh and contiguous. Errors: those of ``qknorm.rms_norm``.
     """
 
-    __constants__ = [*nn.RMSNorm.__constants__, "float32_weight"]  # noqa: RUF012  (nn.Module's own form)
     weight_name = "weight"
-    float32_weight = False  # see ``Adapter``; set on modules that stand in for such a class
 
     def __init__(
         self,
@@ -59,6 +57,7 @@ class QKRMSNorm(nn.RMSNorm):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.unit_offset = unit_offset
+        self.float32_weight = False  # an adapter's affair: see ``Adapter``
         self.rounding = rounding
         self.backend = backend
         weight = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
@@ -269,9 +268,9 @@ def from_adapter(norm: nn.Module, adapter: adapters.Adapter, backend: str = "aut
             "eps": getattr(norm, adapter.eps) if isinstance(adapter.eps, str) else adapter.eps,
             "elementwise_affine": weight is not None,
             "unit_offset": adapter.unit_offset,
+            "float32_weight": adapter.float32_weight,
             "rounding": adapter.rounding,
             "backend": backend,
-            **({"float32_weight": True} if adapter.float32_weight else {}),
         }
     had = norm.__dict__
     added = (*(name for name in attributes if name not in had), "_qknorm_origin")

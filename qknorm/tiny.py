@@ -282,6 +282,19 @@ def _minimax_h3() -> Inputs:
     }
 
 
+def _rfd4() -> Inputs:
+    tokens = 8
+    return {
+        "padding_mask": _mask(tokens),
+        "token_type": torch.zeros(_BATCH, tokens, dtype=torch.long),
+        "conditioning": {
+            "is_in_context_conditioning": torch.zeros(_BATCH, tokens, dtype=torch.bool),
+            "supports_local_latent": torch.ones(_BATCH, tokens, dtype=torch.bool),
+            "condition_CoordinateGroup_1_atom": torch.zeros(_BATCH, tokens, 37, dtype=torch.long),
+        },
+    }
+
+
 def _sana_wm() -> Inputs:
     frames, tokens = _VIDEO[0], 32
     rays = torch.eye(4).repeat(_BATCH, tokens, 1, 1)
@@ -737,6 +750,14 @@ _TINY: dict[str, _Tiny] = {
         _QWEN,
         lambda: _inputs(randn(_BATCH, _IMAGE, 8), 16, timestep=_time(), img_shapes=[[(1, 4, 4)]] * _BATCH),
     ),
+    "RFD4ProteinaAutoencoder": _Tiny(
+        {
+            "atom37_mask": [[True] * 37] * 4, "allowed_residue_types": [[True] * 4] * 2, "latent_dim": 4,
+            "n_residue_types": 4, "num_token_types": 2, "nlayers": 2, "token_dim": 32, "nheads": 2, "dim_cond": 16,
+            "pair_repr_dim": 16, "token_type_emb_dim": 8, "encoder_feats_seq": ("token_type",),
+        },
+        lambda: {"z_latent": randn(_BATCH, 8, 4), "ca_coors_nm": randn(_BATCH, 8, 3), **_rfd4()},
+    ),
     "RFD4ProteinaTransformer": _Tiny(
         {
             "nlayers": 2, "token_dim": 32, "nheads": 2, "dim_cond": 16, "pair_repr_dim": 16, "latent_dim": 4,
@@ -747,12 +768,7 @@ _TINY: dict[str, _Tiny] = {
         },
         lambda: {
             "bb_ca": randn(_BATCH, 8, 3), "local_latents": randn(_BATCH, 8, 4), "bb_ca_time": _time(),
-            "local_latents_time": _time(), "padding_mask": _mask(8),
-            "token_type": torch.zeros(_BATCH, 8, dtype=torch.long),
-            "conditioning": {
-                "is_in_context_conditioning": torch.zeros(_BATCH, 8, dtype=torch.bool),
-                "supports_local_latent": torch.ones(_BATCH, 8, dtype=torch.bool),
-            },
+            "local_latents_time": _time(), **_rfd4(),
         },
     ),
     "SD3ControlNetModel": _Tiny(

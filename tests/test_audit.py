@@ -58,7 +58,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = x + self.dropout(block(x))
         if fail:
-            raise LookupError("the forward's own")
+            raise LookupError("the forward's own\nand more of it")
         return self.stats(x.transpose(1, 2).float())
 
 
@@ -194,6 +194,12 @@ def test_a_stream_that_turned_float32_in_an_earlier_block_is_traced_to_it():
     assert call.where == ("blocks.0.to_out",)
 
 
+def test_weights_stored_in_eight_bits_are_not_what_attention_is_due():
+    model, x = small()
+    model.storage = nn.Parameter(torch.zeros(4096).to(torch.float8_e4m3fn), requires_grad=False)
+    assert audit_qk_dtypes(model, x, autocast_dtype=None).leaks == []
+
+
 class UpcastingNorm(nn.RMSNorm):
     """Returns float32 by its own code, and no adapter knows it."""
 
@@ -206,12 +212,29 @@ def test_a_norm_that_upcasts_by_itself_is_named_and_why_it_is_skipped():
     report = audit_qk_dtypes(model, x)
     assert {call.causes for call in report.leaks} == {("norm",)}
     assert report.left_after_replacing == report.leaks
-    model.blocks[1].norm_q = nn.RMSNorm(8, dtype=BF16)
+    model.blocks[1].norm_q, model.blocks[1].norm_added_q = nn.RMSNorm(8, dtype=BF16), None
     report = audit_qk_dtypes(model, x)
     assert [call.causes for call in report.leaks] == [("norm",), ("autocast policy", "norm")]
     assert report.skipped.keys() == {"blocks.0.norm_q", "blocks.0.norm_k", "blocks.1.norm_k"}
     assert all("register_norm" in reason for reason in report.skipped.values())
     assert "replace_qk_norms skips blocks.*.norm_q" in str(report)
+
+
+class Plain(nn.Module):
+    """Attention without norms, after one with."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x.float(), x, x)
+
+
+def test_the_norms_of_one_attention_are_not_blamed_for_the_next():
+    model, x = small()
+    model.blocks[0].to_out = nn.Sequential(model.blocks[0].to_out, Plain())
+    report = audit_qk_dtypes(model, x)
+    assert [call.fqn for call in report.calls] == ["blocks.0", "blocks.0.to_out.1", "blocks.1"]
+    assert [call.causes for call in report.calls] == [("autocast policy",), ("upstream",), ("autocast policy",)]
+    assert "x.float()" in report.calls[1].where[0]
+    assert report.left_after_replacing == [report.calls[1]]
 
 
 def test_layer_norm_and_fp16_are_judged_alike():
@@ -279,9 +302,12 @@ def test_the_model_is_left_as_it_was_found(training, kwargs):
     model.blocks[0].eval()
     model.blocks[0].norm_q.register_forward_hook(lambda module, args, output: None)
     model.seen.fill_(7)
+    grad_modes = []
+    model.blocks[0].after_norm = lambda q, k: grad_modes.append(torch.is_grad_enabled()) or (q, k)
     before = _state(model)
     report = audit(model, (x,), **kwargs)
     assert len(report.calls) == (1 if "depth" in kwargs else 2)
+    assert set(grad_modes) == {False}
     assert_as_found(model, before)
 
 
@@ -291,6 +317,32 @@ def test_the_model_is_left_as_it_was_found_when_its_forward_raises():
     with pytest.raises(LookupError, match="the forward's own"):
         audit_qk_dtypes(model, x, fail=True)
     assert_as_found(model, before)
+
+
+def test_an_error_after_a_leak_is_reported():
+    model, x = small()
+    report = audit_qk_dtypes(model, x, fail=True)
+    assert report.stopped == report.stopped_after_replacing == "LookupError: the forward's own"
+    assert len(report.fixed_by_replacing) == 2
+    assert str(report).count("what follows was not seen: LookupError: the forward's own") == 2
+
+
+class Popping(nn.Module):
+    """A forward that empties the list that it is given."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, xs):
+        return self.model(xs.pop())
+
+
+def test_inputs_are_left_as_they_were_found():
+    model, x = small()
+    xs = [x]
+    report = audit_qk_dtypes(Popping(model), xs)
+    assert (len(report.fixed_by_replacing), len(xs), xs[0] is x) == (2, 1, True)
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"])
@@ -352,6 +404,17 @@ def test_a_forward_that_asks_for_values_is_told_so_on_meta():
         audit(model, (x,), on_meta=True)
 
 
+class Nested(nn.Module):
+    """A list of models that have lists of blocks."""
+
+    def __init__(self, outer):
+        super().__init__()
+        self.outer = outer
+
+    def forward(self, x):
+        return [block(x) for inner in self.outer for block in inner.blocks]
+
+
 def test_reduced_depth_cuts_lists_of_like_blocks_alone():
     model, x = small()
     model.blocks.append(Attention())  # alike
@@ -360,6 +423,8 @@ def test_reduced_depth_cuts_lists_of_like_blocks_alone():
     report = audit(model, (x,), depth=2)
     assert report.depth == {"blocks": (2, 3)}
     assert len(report.calls) == 2
+    outer = nn.ModuleList(Model() for _ in range(3))
+    assert audit(nn.Sequential(Nested(outer)).to(BF16), (x,), depth=1).depth == {"0.outer": (1, 3)}
     with pytest.raises(ValueError, match="depth must be at least 1, but is 0"):
         audit(model, (x,), depth=0)
 
@@ -454,11 +519,20 @@ def test_a_capture_inside_a_capture_sees_the_same():
 def test_compiled_blocks_are_seen_and_explained():
     model, x = small()
     compiled = copy.deepcopy(model)
-    compiled.blocks[0].compile(backend="eager")
-    compiled.blocks[1] = torch.compile(compiled.blocks[1], backend="eager")
-    with emulate_cuda_autocast(), torch.autocast("cpu", dtype=BF16), torch.no_grad():
-        compiled(x)
-        report = audit_qk_dtypes(compiled, x)
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *args: runs.append(1) or graph(*args)
+
+    compiled.blocks[0].compile(backend=backend)
+    compiled.blocks[1] = torch.compile(compiled.blocks[1], backend=backend)
+    compiled(x)
+    before = len(runs)
+    assert before >= 2
+    report = audit_qk_dtypes(compiled, x)
+    assert len(runs) == before
+    compiled(x)
+    assert len(runs) == 2 * before
     assert [call.dtypes for call in report.calls] == [LEAK] * 2
     assert {call.causes for call in report.leaks} == {("autocast policy",)}
     assert len(report.fixed_by_replacing) == 2

@@ -79,12 +79,9 @@ def test_demo_exits_with_one_when_something_that_should_hold_does_not(capsys, mo
     assert "Failed: replace_qk_norms" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_demo_names_the_step_that_needs_a_compiler_where_there_is_none(capsys, monkeypatch):
-    from torch._inductor import cpp_builder
-
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
-    status, found = run_json(capsys, "demo")
+def test_demo_names_the_step_that_needs_a_compiler_where_there_is_none(capsys):
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        status, found = run_json(capsys, "demo")
     assert status == 0
     (step,) = [step for step in found["steps"] if step["ok"] is None]
     assert "fullgraph=True" in step["name"]

@@ -627,7 +627,7 @@ def test_nothing_is_stored_but_the_options_and_the_record_of_what_was(norm):
     old = dict(model.norm_q.__dict__)
     replace_qk_norms(model)
     new = model.norm_q.__dict__
-    options = {"normalized_shape", "eps", "elementwise_affine", "unit_offset", "rounding", "backend"}
+    options = {"normalized_shape", "eps", "elementwise_affine", "unit_offset", "float32_weight", "rounding", "backend"}
     added = {"_qknorm_origin"} | (options - old.keys() if norm in RMS_NORMS else set())
     assert new.keys() - old.keys() == added
     assert old.keys() <= new.keys()

@@ -363,8 +363,9 @@ def test_peak_memory_of_a_call_is_its_output_and_a_few_megabytes():
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     forward, both = map(float, out.stdout.split())
     rstd = 200 / 64
-    assert 190 < forward < 200 + rstd + 24
-    assert 390 < both < 400 + rstd + 24
+    # The peak before the call may lie above what was in use then: the lower bounds only show that something was seen.
+    assert 100 < forward < 200 + rstd + 24
+    assert 300 < both < 400 + rstd + 24
 
 
 def test_q_and_k_may_differ_in_all_but_dtype_device_and_head_dim():

@@ -16,6 +16,7 @@ from qknorm.adapters import QK_NORM_NAMES
 # Norms that the class builds, and its forward has no use for.
 NEVER_CALLED = {
     "NucleusMoEImageTransformer2DModel": ("attn.norm_added_q",),
+    "RFD4ProteinaAutoencoder": ("encoder.",),
     "SanaWMLTX2RefinerTransformer3DModel": ("audio_attn", "audio_to_video_attn", "video_to_audio_attn"),
 }
 # What diffusers itself cannot run, and how that ends.

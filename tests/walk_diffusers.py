@@ -23,6 +23,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -38,6 +39,11 @@ from qknorm.adapters import QK_NORM_NAMES
 WEIGHTS = ("bf16", "fp32", "bf16, norms fp32")
 # RoPE promotes after the norm here, by float32 hidden states: no norm can undo that.
 BEYOND_NORMS = {("Ideogram4Transformer2DModel", "fp32", True), ("Cosmos3OmniTransformer", "fp32", True)}
+# What looks as if it had q/k norms of its own, and why it needs no tiny model.
+NO_MODEL_NEEDED = {
+    "DreamLiteTransformer2DModel": "a part of DreamLiteUNetModel",
+    "SanaControlNetModel": "its blocks can have them, and are not asked to",
+}
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 
@@ -98,13 +104,12 @@ def fuse(model: Any) -> str | None:
     """Why there is nothing to see with fused projections, if so."""
     if not hasattr(model, "fuse_qkv_projections"):
         return "no method"
+    before = len([*model.modules()])
     try:
         model.fuse_qkv_projections()
     except Exception as error:
         return describe(error)
-    if not any(getattr(module, "fused_projections", False) for module in model.modules()):
-        return "fuses nothing"
-    return None
+    return "fuses nothing" if len([*model.modules()]) == before else None
 
 
 def describe(error: Exception) -> str:
@@ -219,35 +224,33 @@ def asks_for_qk_norms(call: ast.Call) -> bool:
 
 
 class Reach:
-    """Which q/k norms a class of ``diffusers.models`` can have, by what its source mentions."""
+    """Which q/k norms a class or function of ``diffusers.models`` can have or make, by what its source calls."""
 
     def __init__(self) -> None:
-        self._found: dict[type, dict[str, str]] = {}
+        self._found: dict[Any, dict[str, str]] = {}
 
-    def __call__(self, cls: type) -> dict[str, str]:
+    def __call__(self, maker: Any) -> dict[str, str]:
         """Attribute names, each with the class that assigns it."""
-        if cls not in self._found:
-            self._found[cls] = {}  # also what a cycle of mentions ends at
-            self._found[cls] = self._look(cls)
-        return self._found[cls]
+        ours = inspect.isfunction(maker) or (inspect.isclass(maker) and issubclass(maker, nn.Module))
+        if not ours or not maker.__module__.startswith("diffusers.models."):
+            return {}
+        if maker not in self._found:
+            self._found[maker] = {}  # where a cycle of calls ends
+            self._found[maker] = self._look(maker)
+        return self._found[maker]
 
-    def _look(self, cls: type) -> dict[str, str]:
-        namespace = vars(sys.modules[cls.__module__])
-        source = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
-        found = {name: cls.__name__ for name in norm_attributes(source)}
+    def _look(self, maker: Any) -> dict[str, str]:
+        namespace = vars(sys.modules[maker.__module__])
+        source = ast.parse(textwrap.dedent(inspect.getsource(maker)))
+        found = dict.fromkeys(norm_attributes(source), maker.__name__)
         for node in ast.walk(source):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                other = namespace.get(node.func.id)
-                if other is namespace.get("Attention") and not asks_for_qk_norms(node):
-                    continue
-                found |= self._of(other)
-        for base in cls.__mro__[1:]:
-            found |= self._of(base)
+                called = namespace.get(node.func.id)
+                if node.func.id != "Attention" or asks_for_qk_norms(node):
+                    found |= self(called)
+        for base in getattr(maker, "__mro__", ())[1:]:
+            found |= self(base)
         return found
-
-    def _of(self, other: Any) -> dict[str, str]:
-        inside = inspect.isclass(other) and other.__module__.startswith("diffusers.models.")
-        return self(other) if inside and issubclass(other, nn.Module) else {}
 
 
 def without_tiny_model() -> dict[str, dict[str, str]]:
@@ -290,7 +293,8 @@ def main() -> int:
     if not options.names:
         print("\nWith q/k norms, by their source, and no tiny model:")
         for name, attributes in without_tiny_model().items():
-            print(f"  {name}: {', '.join(f'{attr} of {cls}' for attr, cls in sorted(attributes.items()))}")
+            where = ", ".join(f"{attribute} of {cls}" for attribute, cls in sorted(attributes.items()))
+            print(f"  {name}: {NO_MODEL_NEEDED.get(name, where)}")
     if options.csv:
         with open(options.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
