@@ -31,8 +31,15 @@ setup(
         "diffusers": DIFFUSERS,
         "triton": TRITON,
         "flash-attn": ["flash-attn>=2.6.3,<3"],
-        # A pre-release, so all that it was tried with is pinned. quack-kernels imports triton without asking for it.
-        "flash-attn-4": ["flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "quack-kernels==0.6.5", *TRITON],
+        # A pre-release, so what it compiles with is pinned. quack-kernels imports triton without asking for it.
+        "flash-attn-4": [
+            "flash-attn-4==4.0.0b36",
+            "nvidia-cutlass-dsl==4.8.1",
+            "quack-kernels==0.6.5",
+            "apache-tvm-ffi==0.1.15.post2",
+            "torch-c-dlpack-ext==0.1.5",
+            *TRITON,
+        ],
         "demo": [*DIFFUSERS, *CLI],
         "test": TEST,
         "dev": [*TEST, "ruff>=0.14", "mypy>=1.18", "pre-commit>=4", "build>=1.2"],

@@ -101,7 +101,7 @@ class QKRMSNorm(nn.RMSNorm):
             if weight is None:
                 weight = getattr(self, self.weight_name)
             if self.float32_weight and weight is not None:
-                weight = weight.float()
+                weight = weight.to(reference.accumulate_dtype(x))
             if len(self.normalized_shape) != 1:
                 return self._forward_over_many(x, weight)
             return functional.rms_norm(
@@ -340,5 +340,7 @@ def _scripted(
     if eps is None:
         eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
     if weight is not None:
-        weight = weight.float().flatten() if float32_weight else weight.flatten()
+        if float32_weight:
+            weight = weight.double() if x.dtype == torch.float64 else weight.float()
+        weight = weight.flatten()
     return torch.ops.qknorm.rms_norm(x.flatten(-dims), weight, eps, unit_offset, rounding)[0].view(x.shape)

@@ -351,7 +351,7 @@ def _cosmos_controlnet(cls: Any, config: dict[str, Any]) -> nn.Module:
 
 
 def _ltx2_decoder(cls: Any, config: dict[str, Any]) -> nn.Module:
-    """Draws the noise that it starts from: the same at every call."""
+    """Draws the noise that it starts from: the same at every call, in one dtype."""
     model = cls(**config)
     model.register_forward_pre_hook(_same_noise, with_kwargs=True)
     return model

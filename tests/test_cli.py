@@ -1,5 +1,6 @@
 """The command line: what each command promises, its exit status, and what it says when something is missing."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -169,7 +170,7 @@ def test_audit_runs_without_data_and_at_a_reduced_depth(capsys):
 def test_env_prints_versions_devices_and_paths(capsys):
     status, found = run_json(capsys, "env")
     assert status == 0
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert found["paths"]["cpu"] == "torch"
     assert cli.main(["env"]) == 0
     assert "takes the torch path" in capsys.readouterr().out

@@ -216,6 +216,20 @@ def assert_near(actual, expected, dtype, coarsest):
     assert error <= 2 * max(torch.finfo(dtype).eps, torch.finfo(coarsest).eps) + 1e-6
 
 
+@pytest.mark.parametrize("norm", RMS_NORMS)
+def test_float64_is_true_float64_whatever_the_class_does(norm):
+    exact = KNOWN[norm](64).double()
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter += 1e-9 * torch.randn_like(parameter)  # what a float32 could not hold
+    x = torch.randn(5, 64, dtype=FP64)
+    expected = exact(x) if norm == "torch, no eps" else FORMULAS[norm](exact, x)
+    new = QKRMSNorm.from_norm(exact)
+    torch.testing.assert_close(new(x), expected, rtol=1e-13, atol=1e-13)
+    if "bias" not in norm:
+        torch.testing.assert_close(torch.jit.script(new)(x), expected, rtol=1e-13, atol=1e-13)
+
+
 def test_a_frozen_weight_gets_no_gradient_and_an_input_may_need_none():
     norm = QKRMSNorm(8)
     norm.weight.requires_grad_(False)
@@ -314,6 +328,11 @@ def bound_load_hook(norm):
     norm.register_load_state_dict_pre_hook(lambda *args: None)
 
 
+def bias_without_weight(norm):
+    norm.weight = None
+    norm.bias = nn.Parameter(torch.zeros(16))
+
+
 def own_parameter(norm):
     norm.extra = nn.Parameter(torch.zeros(1))
 
@@ -345,6 +364,7 @@ def scalar_weight(norm):
         (hooked, "a hook (accelerate, diffusers offloading) took over its forward; remove it"),
         (compiled, "it is compiled by itself; swap before"),
         (bound_load_hook, "a load_state_dict hook is bound to the module object; swap before"),
+        (bias_without_weight, "it has a bias but no weight parameter"),
         (own_parameter, "it has parameters or buffers of its own (extra)"),
         (own_buffer, "it has parameters or buffers of its own (running)"),
         (own_submodule, "it has submodules (inner)"),

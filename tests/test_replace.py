@@ -52,6 +52,7 @@ SPELLINGS = """
     norm_q norm_k | norm_added_q norm_added_k | query_norm key_norm | q_rms_norm k_rms_norm | q_rms_norm_t k_rms_norm_t
     img_attn_q_norm img_attn_k_norm | txt_attn_q_norm txt_attn_k_norm | q_norm k_norm | q_img_norm k_img_norm
     q_norm_cam k_norm_cam | norm_q_a norm_k_a | norm_q_b norm_k_b | qnorm knorm | ln_q ln_k
+    norm_q norm_k_img
 """
 SPELLINGS = [tuple(pair.split()) for line in SPELLINGS.strip().splitlines() for pair in line.split("|")]
 

@@ -364,8 +364,8 @@ def test_peak_memory_of_a_call_is_its_output_and_a_few_megabytes():
     forward, both = map(float, out.stdout.split())
     rstd = 200 / 64
     # The peak before the call may lie above what was in use then: the lower bounds only show that something was seen.
-    assert 100 < forward < 200 + rstd + 24
-    assert 300 < both < 400 + rstd + 24
+    assert 50 < forward < 200 + rstd + 24
+    assert 250 < both < 400 + rstd + 24
 
 
 def test_q_and_k_may_differ_in_all_but_dtype_device_and_head_dim():

@@ -24,6 +24,8 @@ UPSTREAM_ERRORS = {
     ("Kandinsky5Transformer3DModel", "bfloat16"): "mat1 and mat2 must have the same dtype",
     ("ZImageControlNetModel", "float32, autocast"): "Index put requires the source and destination dtypes match",
 }
+# Draws noise in its own dtype: up to torch 2.11 another one in bfloat16 than in float32.
+DRAWS_NOISE = ("LTX2VideoDiffusionDecoderModel",)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,7 +130,9 @@ def test_half_precision_runs_wherever_the_stock_model_can(name: str, case: str) 
                 run(model, inputs)
             return
         output = run(model, inputs)
-    assert (output - reference(name)).norm() < 0.05 * reference(name).norm()
+    assert output.isfinite().all()
+    if name not in DRAWS_NOISE:
+        assert (output - reference(name)).norm() < 0.05 * reference(name).norm()
 
 
 def test_dtype_is_that_of_every_parameter_and_float_input_but_rotary_tables() -> None:

@@ -10,8 +10,9 @@ A call leaks where query or key has another dtype than value. Attention is watch
 ``dispatch_attention_fn`` in each module of diffusers, and at ``F.scaled_dot_product_attention``. This is on purpose not
 the way of ``qknorm.audit``, so that the two can be held against each other.
 
-Exit status 1: something leaks after the swap that is not in ``BEYOND_NORMS``, or fails only then. At the end stand the
-model classes of diffusers that seem to have q/k norms and have no tiny model.
+Exit status 1: after the swap something leaks that is not in ``BEYOND_NORMS``, a q/k norm gives back another dtype than
+it was given, or a forward fails that did not before. At the end stand the model classes of diffusers that seem to have
+q/k norms and have no tiny model.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from qknorm import emulate_cuda_autocast, replace_qk_norms, tiny
 from qknorm.adapters import QK_NORM_NAMES
 
 WEIGHTS = ("bf16", "fp32", "bf16, norms fp32")
-# RoPE promotes after the norm here, by float32 hidden states: no norm can undo that.
-BEYOND_NORMS = {("Ideogram4Transformer2DModel", "fp32", True), ("Cosmos3OmniTransformer", "fp32", True)}
+# With float32 weights under autocast RoPE promotes after the norm here: cos and sin have the dtype of the hidden
+# states, and the result is not cast back. No norm can undo that.
+BEYOND_NORMS = ("AnimaTextConditioner", "Cosmos3OmniTransformer", "Ideogram4Transformer2DModel")
 # What looks as if it had q/k norms of its own, and why it needs no tiny model.
 NO_MODEL_NEEDED = {
     "DreamLiteTransformer2DModel": "a part of DreamLiteUNetModel",
@@ -50,7 +52,7 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 
 @dataclass(frozen=True)
 class Row:
-    """One combination, stock and swapped. A verdict is "ok", "LEAK ...", "no call" or "ERROR ...", or the last two."""
+    """One combination, stock and swapped: "ok", or "LEAK ..." or "no call", with or without "ERROR ..."."""
 
     model: str
     weights: str
@@ -59,11 +61,14 @@ class Row:
     stock: str
     swapped: str
     replaced: int
-    norms_called: int
+    norms_called: int = 0
+    norms_promoting_when_swapped: int = 0
 
     @property
     def failed(self) -> str | None:
-        beyond = (self.model.partition("#")[0], self.weights, self.autocast) in BEYOND_NORMS
+        if self.norms_promoting_when_swapped:
+            return "a q/k norm changes the dtype after the swap"
+        beyond = self.model.partition("#")[0] in BEYOND_NORMS and self.weights == "fp32" and self.autocast
         if "LEAK" in self.swapped and not beyond:
             return "leaks after the swap"
         if "ERROR" in self.swapped and "ERROR" not in self.stock:
@@ -129,8 +134,17 @@ def verdict(seen: Sequence[Dtypes], error: Exception | None) -> str:
     return "; ".join(parts) or "ok"
 
 
-def look(name: str, weights: str, autocast: bool, *, fused: bool, swapped: bool) -> tuple[str, int, int]:
-    """The verdict, how many norms were replaced, and how many of the q/k norms were called."""
+@dataclass
+class Look:
+    """One forward: its verdict, and of the q/k norms how many were replaced, called, and gave another dtype back."""
+
+    verdict: str
+    replaced: int
+    called: int
+    promoting: int
+
+
+def look(name: str, weights: str, autocast: bool, *, fused: bool, swapped: bool) -> Look:
     model, inputs = tiny.build(name, dtype=torch.float32 if weights == "fp32" else torch.bfloat16)
     if weights == "bf16, norms fp32":
         for norm in qk_norms(model):
@@ -139,8 +153,15 @@ def look(name: str, weights: str, autocast: bool, *, fused: bool, swapped: bool)
         fuse(model)
     replaced = len(replace_qk_norms(model)) if swapped else 0
     called: set[nn.Module] = set()
+    promoting: set[nn.Module] = set()
+
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        called.add(module)
+        if output.dtype != args[0].dtype:
+            promoting.add(module)
+
     for norm in qk_norms(model):
-        norm.register_forward_pre_hook(lambda module, args: called.add(module))
+        norm.register_forward_hook(note)
     seen: list[Dtypes] = []
     error = None
     policy = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
@@ -149,7 +170,7 @@ def look(name: str, weights: str, autocast: bool, *, fused: bool, swapped: bool)
             model(**inputs)
         except Exception as raised:
             error = raised
-    return verdict(seen, error), replaced, len(called)
+    return Look(verdict(seen, error), replaced, len(called), len(promoting))
 
 
 def fusing_works(name: str) -> str | None:
@@ -171,9 +192,10 @@ def walk(name: str) -> tuple[list[Row], str | None]:
     for weights in WEIGHTS:
         for autocast in (True, False):
             for fused in (False, True)[: 1 if not_fused else 2]:
-                stock, _, called = look(name, weights, autocast, fused=fused, swapped=False)
-                swapped, replaced, _ = look(name, weights, autocast, fused=fused, swapped=True)
-                rows.append(Row(name, weights, autocast, fused, stock, swapped, replaced, called))
+                stock = look(name, weights, autocast, fused=fused, swapped=False)
+                swapped = look(name, weights, autocast, fused=fused, swapped=True)
+                row = Row(name, weights, autocast, fused, stock.verdict, swapped.verdict, swapped.replaced)
+                rows.append(replace(row, norms_called=stock.called, norms_promoting_when_swapped=swapped.promoting))
     return rows, not_fused
 
 
