@@ -127,9 +127,12 @@ def _audit(args: argparse.Namespace) -> int:
     autocast_dtype = None if args.autocast == "none" else DTYPES[args.autocast]
     model, inputs = _model_and_inputs(args.model, DTYPES[args.weights])
     named, given = (inputs, ()) if isinstance(inputs, dict) else ({}, tuple(inputs))
-    report = audit.audit(
-        model, given, named, autocast_dtype=autocast_dtype, depth=args.depth, on_meta=args.meta or None
-    )
+    try:
+        report = audit.audit(
+            model, given, named, autocast_dtype=autocast_dtype, depth=args.depth, on_meta=args.meta or None
+        )
+    except Exception as error:  # whatever the model's forward raises; 1 would mean a leak
+        raise Refused(f"the forward of {args.model} raised {type(error).__name__}: {error}") from error
     print(json.dumps(report.as_dict(), indent=2) if args.json else report)
     return 1 if report.left_after_replacing or (args.strict and report.leaks) else 0
 
@@ -148,7 +151,10 @@ def _model_and_inputs(target: str, dtype: torch.dtype) -> tuple[torch.nn.Module,
         raise Refused(f"{target}: {error}") from None
     finally:
         sys.path.remove("")
-    made = function()
+    try:
+        made = function()
+    except Exception as error:
+        raise Refused(f"{target} raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         raise Refused(
             f"{target} must return (model, inputs), inputs a dict or a tuple, but returned {type(made).__name__}"
@@ -168,6 +174,8 @@ def _env(args: argparse.Namespace) -> int:
     devices = {"cpu": platform.processor() or platform.machine()}
     for i in range(torch.cuda.device_count()):
         capability = "sm_{}{}".format(*torch.cuda.get_device_capability(i))
+        if torch.version.hip:
+            capability = torch.cuda.get_device_properties(i).gcnArchName
         devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)} ({capability})"
     # The path depends on the device alone, so a tensor without memory does.
     paths = {name: functional.backend_for(torch.empty(0, device=name)) for name in devices}

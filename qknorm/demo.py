@@ -197,8 +197,17 @@ def _trains(name: str, model: nn.Module, inputs: dict[str, Any], device: torch.d
     finite = math.isfinite(loss) and all(g.isfinite().all() for g in gradients)
     dtypes = all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)
-    detail = f"loss {loss.item():.4f}, every gradient finite and in its parameter's dtype"
-    return Step(name, finite and trained and dtypes, detail)
+    faults = [
+        fault
+        for fault, holds in (
+            ("a gradient or the loss is not finite", finite),
+            ("a q/k norm got no gradient", trained),
+            ("a gradient is not in its parameter's dtype", dtypes),
+        )
+        if not holds
+    ]
+    found = "; ".join(faults) or "every gradient finite and in its parameter's dtype"
+    return Step(name, not faults, f"loss {loss.item():.4f}, {found}")
 
 
 def _compiled(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> Step:

@@ -905,8 +905,9 @@ def _unknown(name: str, cls: Any) -> str:
             f"diffusers has {name!r}, but there is no tiny configuration of it here: write a function that returns "
             "(model, inputs), and name that as module:function"
         )
-    close = difflib.get_close_matches(name, _TINY) or _TINY
-    return f"{name!r} is neither known here nor a class of diffusers. Close to it: {', '.join(close)}"
+    close = difflib.get_close_matches(name, _TINY)
+    hint = f"Close to it: {', '.join(close)}" if close else "qknorm.tiny.names() has those that are known"
+    return f"{name!r} is neither known here nor a class of diffusers. {hint}"
 
 
 @torch.no_grad()

@@ -140,6 +140,10 @@ def test_audit_takes_a_function_that_returns_a_model_and_its_inputs(tmp_path, mo
                 return tiny.build("FluxTransformer2DModel", dtype=torch.bfloat16)
             def wrong():
                 return 3
+            def broken():
+                raise KeyError("no such file")
+            def unfit():
+                return torch.nn.Linear(2, 2), (torch.ones(3),)
         """)
     )
     monkeypatch.chdir(tmp_path)
@@ -148,6 +152,8 @@ def test_audit_takes_a_function_that_returns_a_model_and_its_inputs(tmp_path, mo
     assert found["leaks"] == 2
     for target, message in (
         ("mine:wrong", "must return (model, inputs)"),
+        ("mine:broken", "mine:broken raised KeyError"),
+        ("mine:unfit", "the forward of mine:unfit raised RuntimeError"),
         ("mine:absent", "absent"),
         ("no_such_module:make", "no_such_module"),
     ):

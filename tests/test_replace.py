@@ -286,6 +286,15 @@ def test_what_cannot_be_replaced_is_skipped_with_the_reason_and_the_way_out(buil
     assert kinds(model) == {name: type(module) for name, module in before.items()}
 
 
+def test_norms_that_the_model_was_built_without_are_reported():
+    model = Attention(lambda dim: None)
+    assert "norm_q" not in model._modules  # never a module: a plain attribute
+    with pytest.warns(UserWarning, match="found no q/k norm"):
+        report = replace_qk_norms(model)
+    assert reasons(report) == dict.fromkeys(["norm_q", "norm_k"], "the model has no norm there")
+    assert find_qk_norms(model) == [(name, None, "the model has no norm there") for name in ("norm_q", "norm_k")]
+
+
 def test_a_norm_that_was_compiled_as_a_module_is_not_swapped_behind_the_compiler():
     model = Attention()
     model.norm_k = torch.compile(model.norm_k, backend="eager")
