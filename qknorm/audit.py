@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .adapters import Adapter
 from .autocast import emulate_cuda_autocast
 from .capture import OPERANDS, AttentionCall, Trace, capture_attention, short_name
-from .replace import _pattern, find_qk_norms, replace_qk_norms
+from .replace import _pattern, find_qk_norms, replace_qk_norms, table_of
 
 __all__ = ["AuditReport", "audit", "audit_qk_dtypes", "backends_refusing", "capture_attention"]
 
@@ -175,12 +175,7 @@ def _table(calls: Sequence[AttentionCall]) -> list[str]:
         cause = ", ".join(call.causes) + (f": {where}" if where else "")
         row = (_pattern(call.fqn) or "(the model)", *map(short_name, call.dtypes), call.verdict, cause)
         rows[row] = rows.get(row, 0) + 1
-    if not rows:
-        return []
-    table: list[tuple[str, ...]] = [("module", "count", *OPERANDS, "verdict", "cause")]
-    table += [(row[0], str(count), *row[1:]) for row, count in rows.items()]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return table_of(("module", "count", *OPERANDS, "verdict", "cause"), rows)
 
 
 def audit_qk_dtypes(

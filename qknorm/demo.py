@@ -88,9 +88,9 @@ def run(model_name: str = "chroma") -> Demo:
     demo.before = [call.as_dict() for call in stock.calls]
     causes = sorted({cause for call in stock.leaks for cause in call.causes})
     demo.cause = ", ".join(causes) or "none: this model's own norms hand back the dtype of their input"
-    stock_calls = _captured(model, inputs, device)
+    stock_calls, output = _captured(model, inputs, device)
     demo.refusals = _refusals(stock_calls)
-    stock_distance = _distance(_output(model, inputs, device), exact)
+    stock_distance = _distance(output, exact)
     stock_bytes = _saved_bytes(model, inputs, device)
     if stock.leaks:
         leak = "leaks as it comes: CUDA autocast runs its norms in float32"
@@ -103,7 +103,7 @@ def run(model_name: str = "chroma") -> Demo:
     demo.report, demo.replaced = str(report), len(report)
     demo.steps.append(Step("replace_qk_norms", bool(report.replaced), f"replaced {len(report)} norms"))
 
-    calls = _captured(model, inputs, device)
+    calls, output = _captured(model, inputs, device)
     demo.after = [call.as_dict() for call in calls]
     uniform = all(set(call.dtypes) == {torch.bfloat16} for call in calls)
     demo.steps.append(Step("q, k and v", uniform, "are bfloat16 at every attention call"))
@@ -116,7 +116,7 @@ def run(model_name: str = "chroma") -> Demo:
     if device.type == "cuda":
         demo.steps.append(_flash_attention(model, inputs, device))
 
-    distance = _distance(_output(model, inputs, device), exact)
+    distance = _distance(output, exact)
     near = distance <= FLOAT32_BOUND and distance <= STOCK_SLACK * stock_distance
     detail = f"{distance:.2%} from a float32 run (stock: {stock_distance:.2%}; bound: {FLOAT32_BOUND:.0%})"
     demo.steps.append(Step("output, native attention", near, detail))
@@ -143,11 +143,6 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output.sample
 
 
-def _output(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> Tensor:
-    with torch.no_grad(), _autocast(device):
-        return _first(model(**inputs)).float()
-
-
 def _float32_output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     with torch.no_grad():
@@ -158,10 +153,13 @@ def _distance(output: Tensor, exact: Tensor) -> float:
     return ((output - exact).norm() / exact.norm()).item()
 
 
-def _captured(model: nn.Module, inputs: dict[str, Any], device: torch.device) -> list[audit.AttentionCall]:
-    with audit.capture_attention(model, keep_tensors=True) as calls:
-        _output(model, inputs, device)
-    return calls
+def _captured(
+    model: nn.Module, inputs: dict[str, Any], device: torch.device
+) -> tuple[list[audit.AttentionCall], Tensor]:
+    """The attention calls of a forward under autocast, and its output in float32."""
+    with torch.no_grad(), _autocast(device), audit.capture_attention(model, keep_tensors=True) as calls:
+        output = _first(model(**inputs)).float()
+    return calls, output
 
 
 def _refusals(calls: list[audit.AttentionCall]) -> list[dict[str, str]]:

@@ -60,7 +60,7 @@ def composite(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, r
 
 
 class EagerRMSNorm(torch.autograd.Function):
-    """Eager autograd over the raw launcher: no operator boundary, a third of its host time."""
+    """Eager autograd over the raw launcher: no operator boundary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str) -> Tensor:
@@ -249,7 +249,7 @@ _decompositions_registered = False
 
 
 def _register_decompositions_if_compiling() -> None:
-    """Give Inductor ``reference.py`` as decomposition; its import costs a second, so not before something compiles.
+    """Give Inductor ``reference.py`` as decomposition; its import takes seconds, so not before something compiles.
 
     The fake kernel runs under a ``TracingContext`` before Inductor picks its table of decompositions.
     """

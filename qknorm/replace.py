@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -40,17 +40,13 @@ class Report:
         return True
 
     def __str__(self) -> str:
-        groups: dict[tuple[str, str, str], int] = {}
+        groups: dict[tuple[str, ...], int] = {}
         for entry in self.replaced + self.skipped:
             outcome = entry.after if entry.reason is None else f"skipped: {entry.reason}"
             key = (_pattern(entry.fqn), entry.before, outcome or "")
             groups[key] = groups.get(key, 0) + 1
-        rows = [("module", "count", "from", "to")]
-        rows += [(pattern, str(count), before, outcome) for (pattern, before, outcome), count in groups.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         summary = f"{self.title}: {len(self.replaced)} replaced, {len(self.skipped)} skipped"
-        return "\n".join([summary, *lines] if groups else [summary])
+        return "\n".join([summary, *table_of(("module", "count", "from", "to"), groups)])
 
 
 def find_qk_norms(model: nn.Module) -> list[tuple[str, nn.Module | None, Adapter | str]]:
@@ -152,6 +148,14 @@ def _nothing_found(model: nn.Module, report: Report) -> str:
 
 def _is_norm_like(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
+
+
+def table_of(header: tuple[str, ...], counts: Mapping[tuple[str, ...], int]) -> list[str]:
+    """Lines of a plain-text table: the rows of ``counts``, each with its count as second cell; no rows, no lines."""
+    rows = [header, *((row[0], str(count), *row[1:]) for row, count in counts.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines if counts else []
 
 
 def _pattern(fqn: str) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
 from diffusers.models.autoencoders.autoencoder_same import DynamicTanh
 from diffusers.models.normalization import LpNorm, MochiRMSNorm
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_stable_audio3 import StableAudio3
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qknorm import register_norm
+from qknorm import register_norm, tiny
 from qknorm.adapters import Adapter
 
 HALF = (torch.bfloat16, torch.float16)
@@ -206,25 +206,6 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def flux(dtype: torch.dtype = torch.float32) -> tuple[FluxTransformer2DModel, dict[str, Tensor]]:
+def flux(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
     """A small Flux with six q/k norms and two attention calls, the same at every call, and its inputs."""
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 4).to(dtype),
-        "encoder_hidden_states": torch.randn(1, 8, 32).to(dtype),
-        "pooled_projections": torch.randn(1, 32).to(dtype),
-        "timestep": torch.ones(1).to(dtype),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(8, 3),
-    }
-    return model.to(dtype).eval(), inputs
+    return tiny.build("FluxTransformer2DModel", dtype=dtype)

@@ -8,16 +8,16 @@ import sys
 import threading
 import warnings
 
-import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from norms import attention_dtypes
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qknorm.autocast
+from qknorm import tiny
 from qknorm.autocast import emulate_cuda_autocast
 
 # Without rms_norm on its own list, a torch below 2.12 shows what a float32 operator does by layer_norm.
@@ -625,87 +625,33 @@ def test_code_compiled_on_one_side_does_not_run_on_the_other(emulated_first, cac
             torch._dynamo.reset()
 
 
-class _AttentionDtypes(TorchFunctionMode):
-    """The dtypes of query, key and value in each call of scaled_dot_product_attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            self.seen.add(tuple(named[name].dtype for name in ("query", "key", "value")))
-        return func(*args, **kwargs)
-
-
-def _flux():
-    model = diffusers.FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=8,
-        pooled_projection_dim=8,
-        axes_dims_rope=(4, 4, 8),
-    )
-    return model, {"pooled_projections": torch.randn(1, 8)}
-
-
-def _chroma():
-    model = diffusers.ChromaTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=8,
-        axes_dims_rope=(4, 4, 8),
-        approximator_num_channels=8,
-        approximator_hidden_dim=8,
-        approximator_layers=1,
-    )
-    return model, {}
-
-
-def _model_and_inputs(build, weight_dtype):
-    torch.manual_seed(0)
-    model, inputs = build()
-    inputs |= {
-        "hidden_states": torch.randn(1, 6, 4),
-        "encoder_hidden_states": torch.randn(1, 5, 8),
-        "timestep": torch.tensor([0.5]),
-        "img_ids": torch.zeros(6, 3),
-        "txt_ids": torch.zeros(5, 3),
-        "return_dict": False,
-    }
-    return model.to(weight_dtype), inputs
+def _model_and_inputs(name, weight_dtype):
+    model, inputs = tiny.build(name, dtype=weight_dtype)
+    return model, inputs | {"return_dict": False}
 
 
 @pytest.mark.parametrize("weight_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("build", [_flux, _chroma])
-def test_diffusers_query_and_key_reach_attention_in_float32_beside_bfloat16_value(build, weight_dtype):
-    model, inputs = _model_and_inputs(build, weight_dtype)
-    with torch.autocast("cpu", dtype=BF16), _AttentionDtypes() as attention, torch.no_grad():
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ChromaTransformer2DModel"])
+def test_diffusers_query_and_key_reach_attention_in_float32_beside_bfloat16_value(name, weight_dtype):
+    model, inputs = _model_and_inputs(name, weight_dtype)
+    with torch.autocast("cpu", dtype=BF16), attention_dtypes() as attention, torch.no_grad():
         model(**inputs)
-    assert attention.seen == {(BF16, BF16, BF16)}
+    assert set(attention) == {(BF16, BF16, BF16)}
 
     with emulate_cuda_autocast():
-        with torch.autocast("cpu", dtype=BF16), _AttentionDtypes() as attention:
+        with torch.autocast("cpu", dtype=BF16), attention_dtypes() as attention:
             (output,) = model(**inputs)
-        assert attention.seen == {(FP32, FP32, BF16)}
+        assert set(attention) == {(FP32, FP32, BF16)}
         output.float().square().mean().backward()
     assert output.dtype == BF16
     assert all(parameter.grad.dtype == weight_dtype for parameter in model.parameters() if parameter.grad is not None)
     assert all(block.attn.norm_q.weight.grad.abs().sum() > 0 for block in model.transformer_blocks)
 
 
-@pytest.mark.parametrize("build", [_flux, _chroma])
-def test_diffusers_model_compiles_to_one_graph_with_the_same_result(build):
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ChromaTransformer2DModel"])
+def test_diffusers_model_compiles_to_one_graph_with_the_same_result(name):
     torch._dynamo.reset()
-    model, inputs = _model_and_inputs(build, BF16)
+    model, inputs = _model_and_inputs(name, BF16)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with emulate_cuda_autocast(), torch.autocast("cpu", dtype=BF16):
         gradients = []

@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,7 @@ UPSTREAM_ERRORS = {
 DRAWS_NOISE = ("LTX2VideoDiffusionDecoderModel",)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Operators as small as these spend their time on waking other threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
