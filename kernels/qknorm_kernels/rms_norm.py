@@ -1,0 +1,732 @@
+"""The norm in Triton: forward, backward, and the fixed-order reduction of the weight gradient.
+
+Imports torch and triton, never qknorm. One program is (mostly) one warp that owns ``GROUPS * ROWS`` rows, all heads of
+one token where they fit, and walks over tokens. Nothing is divided by the head count, nothing crosses warps, and the
+weight is read once a program. A row is cut into ``CHUNKS`` pieces that the same lanes hold: fewer lanes a row, fewer
+shuffles. ``launch.py`` chooses all of it.
+
+Dimensions: rows are [tokens, heads, D] in the order of the output, which is contiguous; ``launch.Layout`` has how a
+strided input is walked in that order.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+
+# What changes from call to call must not compile a kernel anew; alignment has an argument of its own.
+_INTEGERS = (
+    "tiles",
+    *(
+        name + number
+        for name in ("tokens", "rows", "sequence", "batch_stride", "token_stride", "row_stride")
+        for number in ("", "2")
+    ),
+)
+_DY_INTEGERS = tuple(f"dy_{name}{number}" for name in ("batch_stride", "token_stride", "row_stride") for number in ("", "2"))
+
+
+@triton.jit
+def _load(pointer, offset, mask, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """A [ROWS, C] tile in float32; PACKED reads bfloat16 two at a time, [ROWS, C / 2] offsets in int32."""
+    other: tl.constexpr = None if mask is None else 0
+    if PACKED:
+        # A bfloat16 is the upper half of a float32: shift and mask cost less than the conversion of both halves.
+        pair = tl.load(pointer.to(tl.pointer_type(tl.int32)) + offset, mask=mask, other=other)
+        even = (pair << 16).to(tl.float32, bitcast=True)
+        odd = (pair & -65536).to(tl.float32, bitcast=True)
+        return tl.join(even, odd).reshape(ROWS, 2 * offset.shape[1])
+    else:
+        return tl.load(pointer + offset, mask=mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def _load_weight(
+    weight,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The factor in float32 (NATIVE: in the weight's dtype), a [ROWS, C] tile a chunk: in the layout of x it needs no shared memory."""
+    HALVES: tl.constexpr = 2 if PACKED else 1
+    columns = tl.arange(0, C // HALVES)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    factors = ()
+    for c in tl.static_range(CHUNKS):
+        mask = None if C * CHUNKS == DIM else c * C + columns < DIM
+        factor = _load(weight + c * C, columns, mask, ROWS, PACKED)
+        if OFFSET:  # the sum is taken in the weight's own dtype
+            factor = _round(factor + 1.0, weight.dtype.element_ty)
+        if NATIVE:
+            factor = factor.to(weight.dtype.element_ty)
+        factors = factors + (factor,)
+    return factors
+
+
+@triton.jit
+def _round(value, DTYPE: tl.constexpr):
+    """The float32 value rounded to DTYPE, as float32."""
+    if DTYPE is None:
+        return value
+    else:
+        return value.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _accumulate(total, a, b, ROWS: tl.constexpr, C: tl.constexpr, WAYS: tl.constexpr):
+    """total + a * b, [ROWS, C] tiles, total [ROWS, C / WAYS]: the WAYS neighbours that a lane holds go to one sum.
+
+    A chain of fused multiply-adds: summing neighbours afterwards would cost an addition for each.
+    """
+    if WAYS == 1:
+        return total + a * b
+    else:
+        a_even, a_odd = a.reshape(ROWS, C // 2, 2).split()
+        b_even, b_odd = b.reshape(ROWS, C // 2, 2).split()
+        total = _accumulate(total, a_even, b_even, ROWS, C // 2, WAYS // 2)
+        return _accumulate(total, a_odd, b_odd, ROWS, C // 2, WAYS // 2)
+
+
+@triton.jit
+def _token(t, sequence, batch_stride, token_stride, BATCHED: tl.constexpr, ALIGN: tl.constexpr):
+    """Offset of token t. The hint must be on the products: on the strides themselves it is lost."""
+    if BATCHED:
+        b = t // sequence
+        offset = tl.multiple_of(tl.cast(b, tl.int64) * batch_stride, ALIGN)
+        return offset + tl.multiple_of(tl.cast(t - b * sequence, tl.int64) * token_stride, ALIGN)
+    else:
+        return tl.multiple_of(tl.cast(t, tl.int64) * token_stride, ALIGN)
+
+
+@triton.jit
+def _rows(count, row_stride, ROW_STRIDE: tl.constexpr, ALIGN: tl.constexpr):
+    """Offset of a row or of [ROWS] rows; ROW_STRIDE 0: known at run time alone."""
+    if ROW_STRIDE == 0:
+        return tl.multiple_of(row_stride * count, ALIGN)
+    else:
+        return count * ROW_STRIDE
+
+
+@triton.jit
+def _valid(rows, rows_left, VALID: tl.constexpr):
+    """[ROWS] mask of the rows that exist; VALID 0: known at run time alone."""
+    if VALID == 0:
+        return rows < rows_left
+    else:
+        return rows < VALID
+
+
+@triton.jit
+def _mask(valid, columns, DIM: tl.constexpr, EXACT: tl.constexpr):
+    """Mask of a tile whose rows (valid, None: all) or columns (EXACT: all) do not all exist."""
+    if EXACT:
+        return valid[:, None]
+    elif valid is None:
+        return columns < DIM
+    else:
+        return (columns < DIM) & valid[:, None]
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def forward_kernel(
+    x,
+    weight,
+    y,
+    rstd,
+    x2,
+    weight2,
+    y2,
+    rstd2,
+    eps,
+    tokens: tl.int32,
+    rows: tl.int64,
+    sequence: tl.int32,
+    batch_stride: tl.int64,
+    token_stride: tl.int64,
+    row_stride: tl.int64,
+    tiles: tl.int32,
+    tokens2: tl.int32,
+    rows2: tl.int64,
+    sequence2: tl.int32,
+    batch_stride2: tl.int64,
+    token_stride2: tl.int64,
+    row_stride2: tl.int64,
+    DIM: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
+    VALID: tl.constexpr,
+    FLAT: tl.constexpr,
+    BATCHED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
+    PACKED_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORMED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """y = x * rstd * weight. Grid: (tiles of a token's rows, of both tensors; programs that share the tokens)."""
+    C: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, CHUNKS))
+    TILE: tl.constexpr = ROWS * GROUPS
+    EXACT: tl.constexpr = C * CHUNKS == DIM
+    HALVES: tl.constexpr = 2 if PACKED else 1
+    eps = tl.cast(eps, tl.float32)  # compilers pass a Python float as float64, which would spread to everything after it
+    tile = tl.program_id(0)
+    if x2 is not None:
+        if tile >= tiles:
+            tile -= tiles
+            x, weight, y, rstd, tokens, rows = x2, weight2, y2, rstd2, tokens2, rows2
+            sequence, batch_stride, token_stride, row_stride = sequence2, batch_stride2, token_stride2, row_stride2
+    first_row = tile.to(tl.int64) * TILE
+    x += tl.multiple_of(_rows(first_row, row_stride, ROW_STRIDE, ALIGN), ALIGN)
+    pitch = TILE if FLAT else rows
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, C // HALVES)[None, :]
+    out_columns = tl.arange(0, C)[None, :]
+    lane = _rows(row, row_stride // HALVES, ROW_STRIDE // HALVES, ALIGN // HALVES)[:, None] + columns
+    if weight is not None:
+        factors = _load_weight(weight, ROWS, DIM, CHUNKS, C, PACKED_WEIGHT and not NATIVE, OFFSET, NATIVE)
+    for t in range(tl.program_id(1), tokens, tl.num_programs(1)):
+        x_t = x + _token(t, sequence, batch_stride, token_stride, BATCHED, ALIGN)
+        out_row = tl.cast(t, tl.int64) * pitch + first_row
+        y_t = y + tl.multiple_of(out_row * DIM, ALIGN)
+        rows_left = tl.cast(tl.minimum(rows - (out_row if FLAT else first_row), TILE), tl.int32)
+        for g in tl.static_range(GROUPS):
+            valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+            x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
+            chunks = ()
+            squares = tl.zeros((ROWS, C // WAYS), tl.float32)
+            for c in tl.static_range(CHUNKS):
+                mask = None if EXACT and valid is None else _mask(valid, c * C + columns, DIM, EXACT)
+                chunk = _load(x_g + c * C, lane, mask, ROWS, PACKED)
+                chunks = chunks + (chunk,)
+                squares = _accumulate(squares, chunk, chunk, ROWS, C, WAYS)
+            r = tl.rsqrt(tl.sum(squares, 1) * (1.0 / DIM) + eps)
+            if rstd is not None:
+                tl.store(rstd + out_row + g * ROWS + row, r, mask=valid)
+            for c in tl.static_range(CHUNKS):
+                value = chunks[c] * r[:, None]
+                if weight is not None:
+                    if NATIVE:
+                        value = value.to(NORMED) * factors[c]
+                    else:
+                        value = _round(value, NORMED) * factors[c]
+                mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
+                target = y_t + (g * ROWS * DIM + c * C) + row[:, None] * DIM + out_columns
+                tl.store(target, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_INTEGERS + _DY_INTEGERS)
+def backward_kernel(
+    x,
+    dy,
+    weight,
+    rstd,
+    dx,
+    x2,
+    dy2,
+    weight2,
+    rstd2,
+    dx2,
+    partial,
+    tokens: tl.int32,
+    rows: tl.int64,
+    sequence: tl.int32,
+    batch_stride: tl.int64,
+    token_stride: tl.int64,
+    row_stride: tl.int64,
+    dy_batch_stride: tl.int64,
+    dy_token_stride: tl.int64,
+    dy_row_stride: tl.int64,
+    tiles: tl.int32,
+    tokens2: tl.int32,
+    rows2: tl.int64,
+    sequence2: tl.int32,
+    batch_stride2: tl.int64,
+    token_stride2: tl.int64,
+    row_stride2: tl.int64,
+    dy_batch_stride2: tl.int64,
+    dy_token_stride2: tl.int64,
+    dy_row_stride2: tl.int64,
+    DIM: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    DY_ROW_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
+    VALID: tl.constexpr,
+    FLAT: tl.constexpr,
+    BATCHED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
+    PACKED_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """dx, and a row of float32 partial sums of dw for each program. Grid: as the forward's.
+
+    With d = dy * rstd: dx = d * w - x * rstd^2 * mean(d * w * x), and dw = sum(d * x) where nothing was rounded before
+    the weight: five float operations an element.
+    """
+    C: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, CHUNKS))
+    TILE: tl.constexpr = ROWS * GROUPS
+    EXACT: tl.constexpr = C * CHUNKS == DIM
+    HALVES: tl.constexpr = 2 if PACKED else 1
+    tile = tl.program_id(0)
+    if x2 is not None:
+        if tile >= tiles:
+            tile -= tiles
+            x, dy, weight, rstd, dx, tokens, rows = x2, dy2, weight2, rstd2, dx2, tokens2, rows2
+            sequence, batch_stride, token_stride, row_stride = sequence2, batch_stride2, token_stride2, row_stride2
+            dy_batch_stride, dy_token_stride, dy_row_stride = dy_batch_stride2, dy_token_stride2, dy_row_stride2
+    first_row = tile.to(tl.int64) * TILE
+    x += tl.multiple_of(_rows(first_row, row_stride, ROW_STRIDE, ALIGN), ALIGN)
+    dy += tl.multiple_of(_rows(first_row, dy_row_stride, DY_ROW_STRIDE, ALIGN), ALIGN)
+    pitch = TILE if FLAT else rows
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, C // HALVES)[None, :]
+    out_columns = tl.arange(0, C)[None, :]
+    lane = _rows(row, row_stride // HALVES, ROW_STRIDE // HALVES, ALIGN // HALVES)[:, None] + columns
+    dy_lane = _rows(row, dy_row_stride // HALVES, DY_ROW_STRIDE // HALVES, ALIGN // HALVES)[:, None] + columns
+    if weight is not None:
+        factors = _load_weight(weight, ROWS, DIM, CHUNKS, C, PACKED_WEIGHT, OFFSET, False)
+    if partial is not None:
+        sums = ()
+        for c in tl.static_range(CHUNKS):
+            sums = sums + (tl.zeros((ROWS, C), tl.float32),)
+    for t in range(tl.program_id(1), tokens, tl.num_programs(1)):
+        x_t = x + _token(t, sequence, batch_stride, token_stride, BATCHED, ALIGN)
+        dy_t = dy + _token(t, sequence, dy_batch_stride, dy_token_stride, BATCHED, ALIGN)
+        out_row = tl.cast(t, tl.int64) * pitch + first_row
+        rows_left = tl.cast(tl.minimum(rows - (out_row if FLAT else first_row), TILE), tl.int32)
+        for g in tl.static_range(GROUPS):
+            valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+            r = tl.load(rstd + out_row + g * ROWS + row, mask=valid, other=None if valid is None else 0.0)
+            x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
+            dy_g = dy_t + _rows(g * ROWS, dy_row_stride, DY_ROW_STRIDE, ALIGN)
+            chunks = ()
+            gradients = ()
+            products = tl.zeros((ROWS, C // WAYS), tl.float32)
+            new_sums = ()
+            for c in tl.static_range(CHUNKS):
+                mask = None if EXACT and valid is None else _mask(valid, c * C + columns, DIM, EXACT)
+                chunk = _load(x_g + c * C, lane, mask, ROWS, PACKED)
+                given = _load(dy_g + c * C, dy_lane, mask, ROWS, PACKED)
+                scaled = given * r[:, None]
+                if partial is not None:
+                    if NORMED is None:
+                        new_sums = new_sums + (sums[c] + scaled * chunk,)
+                    else:  # dw takes the very value that met the weight in the forward
+                        new_sums = new_sums + (sums[c] + given * _round(chunk * r[:, None], NORMED),)
+                if weight is not None:
+                    scaled *= factors[c]
+                if dx is not None:
+                    products = _accumulate(products, scaled, chunk, ROWS, C, WAYS)
+                    chunks = chunks + (chunk,)
+                    gradients = gradients + (scaled,)
+            if partial is not None:
+                sums = new_sums
+            if dx is not None:
+                along = tl.sum(products, 1) * (1.0 / DIM) * r * r
+                for c in tl.static_range(CHUNKS):
+                    mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
+                    value = gradients[c] - chunks[c] * along[:, None]
+                    target = dx + tl.multiple_of(out_row * DIM, ALIGN) + (g * ROWS * DIM + c * C)
+                    target += row[:, None] * DIM + out_columns
+                    tl.store(target, value.to(dx.dtype.element_ty), mask=mask)
+    if partial is not None:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        column = tl.arange(0, C)
+        for c in tl.static_range(CHUNKS):
+            mask = None if EXACT else c * C + column < DIM
+            tl.store(partial + program * DIM + c * C + column, tl.sum(sums[c], 0), mask=mask)
+
+
+@triton.jit(do_not_specialize=("first", "count"))
+def reduce_kernel(
+    partial, dw, dw2, first: tl.int32, count: tl.int32, DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """dw from [count, D] partial sums, in one fixed order, cast once. Grid: (blocks of columns, tensors)."""
+    begin, end = 0, first
+    if dw2 is not None:
+        if tl.program_id(1) == 1:
+            dw, begin, end = dw2, first, count
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(begin, end, ROWS):
+        at = start + row
+        mask = (at < end)[:, None] & (column < DIM)[None, :]
+        total += tl.load(partial + at[:, None].to(tl.int64) * DIM + column[None, :], mask=mask, other=0.0)
+    tl.store(dw + column, tl.sum(total, 0).to(dw.dtype.element_ty), mask=column < DIM)
+
+
+# Rows and columns of partial sums that a program of the reduction reads at once: whole sectors of 32 bytes, and enough
+# of them that a thousand partial sums take three rounds of memory latency.
+_REDUCE_ROWS, _REDUCE_COLUMNS, _REDUCE_WARPS = 512, 8, 8
+_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+DTYPES = tuple(_TRITON)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str, save: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """``(y, rstd)``; no rstd where it is not to be saved.
+
+    ``x`` is [..., D] in bfloat16, float16 or float32, D at most ``launch.MAX_DIM``; ``weight`` [D] on its device.
+    """
+    operand = x, weight, torch.empty_like(x, memory_format=torch.contiguous_format), _rstd(x) if save else None
+    _run_forward((operand,), (unit_offset, rounding), eps)
+    return operand[2:]
+
+
+def forward_pair(
+    x: Sequence[Tensor], weight: Sequence[Tensor | None], eps: float, unit_offset: bool, rounding: str, save: bool = True
+) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    """``forward`` of q and k, in one launch where dtypes, alignment and layouts allow it."""
+    operands = tuple(
+        (x_, weight_, torch.empty_like(x_, memory_format=torch.contiguous_format), _rstd(x_) if save else None)
+        for x_, weight_ in zip(x, weight, strict=True)
+    )
+    _run_forward(operands, (unit_offset, rounding), eps)
+    return tuple(operand[2:] for operand in operands)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, unit_offset: bool, rounding: str, mask: int
+) -> tuple[Tensor, Tensor]:
+    """``(dx, dw)`` of ``forward``; what ``mask`` (1: dx, 2: dw) does not want is an empty tensor."""
+    return backward_pair((dy,), (x,), (weight,), (rstd,), unit_offset, rounding, (mask,))[0]
+
+
+def backward_pair(
+    dy: Sequence[Tensor],
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor | None],
+    rstd: Sequence[Tensor],
+    unit_offset: bool,
+    rounding: str,
+    mask: Sequence[int],
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """``backward`` of q and k, in one launch and one reduction where dtypes, alignment and layouts allow it."""
+    operands = tuple(
+        (
+            x_,
+            dy_,
+            weight_,
+            rstd_,
+            torch.empty_like(x_, memory_format=torch.contiguous_format) if mask_ & 1 else None,
+            torch.empty_like(weight_) if mask_ & 2 and weight_ is not None else None,
+        )
+        for dy_, x_, weight_, rstd_, mask_ in zip(dy, x, weight, rstd, mask, strict=True)
+    )
+    _run_backward(operands, (unit_offset, rounding))
+    nothing = x[0].new_empty(0)
+    return tuple((nothing if o[4] is None else o[4], nothing if o[5] is None else o[5]) for o in operands)
+
+
+def _rstd(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+# A plan is all that a call needs to know beyond its tensors, found once for their shapes, strides, dtypes and alignment;
+# it must keep none of them alive. Sequence lengths that never repeat must not fill the memory.
+_Plan = Callable[..., None]
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_MOST_PLANS = 4096
+
+
+def _remember(key: tuple[Any, ...], plan: _Plan) -> _Plan:
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _run_forward(operands: tuple[Any, ...], options: tuple[bool, str], eps: float) -> None:
+    """Fill y and rstd of one or two operands (x, weight, y, rstd)."""
+    key: tuple[Any, ...] = options
+    for x, weight, y, rstd in operands:
+        key += (x.shape, x.stride(), x.dtype, x.get_device(), (x.data_ptr() | y.data_ptr()) & 15, rstd is None)
+        key += (weight.dtype, weight.data_ptr() & 15, weight.stride()) if weight is not None else (None,)
+    plan = _plans.get(key) or _remember(key, _plan_forward(operands, options))
+    plan(operands, eps)
+
+
+def _run_backward(operands: tuple[Any, ...], options: tuple[bool, str]) -> None:
+    """Fill dx and dw, each where it is not None, of one or two operands (x, dy, weight, rstd, dx, dw)."""
+    key: tuple[Any, ...] = options
+    for x, dy, weight, _, dx, dw in operands:
+        key += (x.shape, x.stride(), dy.stride(), x.dtype, x.get_device(), (x.data_ptr() | dy.data_ptr()) & 15)
+        key += (dx is None or dx.data_ptr() & 15, dw is None)
+        key += (weight.dtype, weight.data_ptr() & 15, weight.stride()) if weight is not None else (None,)
+    plan = _plans.get(key) or _remember(key, _plan_backward(operands, options))
+    plan(operands)
+
+
+def _plan_forward(operands: tuple[Any, ...], options: tuple[bool, str]) -> _Plan:
+    if len(operands) == 2 and not _fit(operands, 1):
+
+        def singly(operands: tuple[Any, ...], eps: float) -> None:
+            for operand in operands:
+                _run_forward((operand,), options, eps)
+
+        return singly
+    x, weight, y, _ = operands[0]
+    if x.numel() == 0:
+        return lambda *_: None
+    if not _ready(x, weight):
+
+        def copied(operands: tuple[Any, ...], eps: float) -> None:
+            x, weight, y, rstd = operands[0]
+            _run_forward(((_unit_stride(x), _plain_weight(weight), y, rstd),), options, eps)
+
+        return copied
+    if launch.layout(x.shape, x.stride()) is None:
+
+        def split(operands: tuple[Any, ...], eps: float) -> None:
+            x, weight, y, rstd = operands[0]
+            for i in range(x.shape[0]):
+                _run_forward(((x[i], weight, y[i], None if rstd is None else rstd[i]),), options, eps)
+
+        return split
+
+    grid = _Grid(operands, 1, y.data_ptr(), False)
+    second = (None,) * 4 if len(operands) == 1 else None
+    normed = _normed_dtype(x, weight, options[1])
+    rest = (*grid.arguments(6), options[0], normed, _multiplies_native(normed, weight))
+    start = _compile(forward_kernel, (*operands[0], *(second or operands[1]), 0.0, *rest), grid, x.get_device())
+
+    def run(operands: tuple[Any, ...], eps: float) -> None:
+        start(*operands[0], *(second or operands[1]), eps, *rest)
+
+    return run
+
+
+def _plan_backward(operands: tuple[Any, ...], options: tuple[bool, str]) -> _Plan:
+    if len(operands) == 2 and not _fit(operands, 2):
+
+        def singly(operands: tuple[Any, ...]) -> None:
+            for operand in operands:
+                _run_backward((operand,), options)
+
+        return singly
+    x, dy, weight, _, dx, dw = operands[0]
+    if dx is None and dw is None:
+        return lambda _: None
+    if x.numel() == 0:
+
+        def empty(operands: tuple[Any, ...]) -> None:
+            if operands[0][5] is not None:
+                operands[0][5].zero_()
+
+        return empty
+    if not (_ready(x, weight) and _ready(dy, None)):
+
+        def copied(operands: tuple[Any, ...]) -> None:
+            x, dy, weight, *others = operands[0]
+            _run_backward(((_unit_stride(x), _unit_stride(dy), _plain_weight(weight), *others),), options)
+
+        return copied
+    if launch.layout(x.shape, x.stride(), dy.stride()) is None:
+
+        def split(operands: tuple[Any, ...]) -> None:
+            x, dy, weight, rstd, dx, dw = operands[0]
+            sums = None if dw is None else x.new_empty((x.shape[0], x.shape[-1]), dtype=torch.float32)
+            for i in range(x.shape[0]):
+                targets = (None if dx is None else dx[i], None if sums is None else sums[i])
+                _run_backward(((x[i], dy[i], weight, rstd[i], *targets),), options)
+            if sums is not None:
+                _reduce(sums, dw, None, len(sums))
+
+        return split
+
+    grid = _Grid(operands, 2, dx.data_ptr() if dx is not None else 0, True)
+    second = (None,) * 5 if len(operands) == 1 else None
+    rest = (*grid.arguments(9), options[0], _normed_dtype(x, weight, options[1]))
+    wants_dw = dw is not None
+    size = (sum(grid.tiles) * grid.shape[1], x.shape[-1])
+    first = grid.tiles[0] * grid.shape[1]
+
+    def sums(x: Tensor) -> Tensor | None:
+        return x.new_empty(size, dtype=torch.float32) if wants_dw else None
+
+    arguments = (*operands[0][:5], *(second or operands[1][:5]), sums(x), *rest)
+    start = _compile(backward_kernel, arguments, grid, x.get_device())
+
+    def run(operands: tuple[Any, ...]) -> None:
+        partial = sums(operands[0][0])
+        start(*operands[0][:5], *(second or operands[1][:5]), partial, *rest)
+        if partial is not None:
+            _reduce(partial, operands[0][5], None if second else operands[1][5], first)
+
+    return run
+
+
+def _reduce(partial: Tensor, dw: Tensor, dw2: Tensor | None, first: int) -> None:
+    """dw from the first rows of partial sums, dw2 from the rest, in a fixed order."""
+    dim, index = partial.shape[-1], partial.get_device()
+    key = (dim, index, dw.dtype, dw.data_ptr() & 15, dw2 is None or (dw2.dtype, dw2.data_ptr() & 15))
+    rest = (first, len(partial), dim, _REDUCE_ROWS, _REDUCE_COLUMNS)
+    start = _plans.get(key)
+    if start is None:
+        shape = (-(-dim // _REDUCE_COLUMNS), 1 if dw2 is None else 2)
+        start = _remember(key, _compile(reduce_kernel, (partial, dw, dw2, *rest), shape, index))
+    start(partial, dw, dw2, *rest)
+
+
+class _Grid:
+    """How one or two operands are cut into programs; the first ``strided`` tensors of each are walked by their strides."""
+
+    def __init__(self, operands: tuple[Any, ...], strided: int, out_pointer: int, backward: bool) -> None:
+        x, weight = operands[0][0], operands[0][strided]
+        dim, itemsize = x.shape[-1], x.itemsize
+        walked = [operand[:strided] for operand in operands]
+        layouts = [launch.layout(ts[0].shape, *(t.stride() for t in ts)) for ts in walked]
+        flat = layouts[0].flat
+        pointers = [t.data_ptr() for ts in walked for t in ts]
+        wide = not any(p & 15 for p in (*pointers, out_pointer)) and all(
+            launch.aligned(itemsize, dim, each) for each in layouts
+        )
+        rows = tuple(each.rows for each in layouts)
+        self.tile = tile = launch.tile(dim, itemsize, backward, wide, rows, flat)
+        self.tiles = [1 if flat else -(-r // tile.height) for r in rows]
+        if all(r % tile.height == 0 for r in rows):
+            valid = tile.height
+        else:
+            valid = rows[0] if not flat and sum(self.tiles) == len(rows) and len(set(rows)) == 1 else 0
+        self._integers = []
+        for each in layouts:
+            if flat:
+                tokens = -(-each.rows // tile.height)
+                steps = [(0, tile.height * step, step) for step in each.row_strides]
+                self._integers.append((tokens, each.rows, tokens, *(s for step in steps for s in step)))
+            else:
+                steps = zip(each.batch_strides, each.token_strides, each.row_strides, strict=True)
+                self._integers.append((each.tokens, each.rows, each.sequence, *(s for step in steps for s in step)))
+        tokens = max(integers[0] for integers in self._integers)
+        self.shape = (
+            sum(self.tiles),
+            launch.programs(tokens, sum(self.tiles), tile.warps, _processors(x.get_device())),
+        )
+        self.warps = tile.warps
+        half_weight = weight is not None and weight.dtype is torch.bfloat16 and weight.data_ptr() & 15 == 0
+        one_row = tile.height == 1 and sum(self.tiles) == len(rows)
+        self._constants = (
+            dim,
+            *(
+                dim if one_row or all(each.row_strides[i] == dim for each in layouts) else 0
+                for i in range(strided)
+            ),
+            tile.rows,
+            tile.groups,
+            tile.chunks,
+            tile.ways,
+            valid,
+            flat,
+            any(each.tokens != each.sequence for each in layouts),
+            16 // itemsize if wide else 1,
+            wide and x.dtype is torch.bfloat16,
+            wide and half_weight,
+        )
+
+    def arguments(self, integers: int) -> tuple[Any, ...]:
+        """The kernel's integers and constants, in its order; ``integers`` is how many each operand has."""
+        second = self._integers[1] if len(self._integers) == 2 else (None,) * integers
+        return (*self._integers[0], self.tiles[0], *second, *self._constants)
+
+
+def _fit(operands: tuple[Any, ...], strided: int) -> bool:
+    """Whether one launch can take both operands."""
+    kinds = set()
+    for operand in operands:
+        walked, weight = operand[:strided], operand[strided]
+        ready = all(_ready(t, weight) for t in walked) and walked[0].numel() > 0
+        places = launch.layout(walked[0].shape, *(t.stride() for t in walked)) if ready else None
+        if places is None:
+            return False
+        dim, itemsize = walked[0].shape[-1], walked[0].itemsize
+        wide = launch.aligned(itemsize, dim, places) and not any(t.data_ptr() & 15 for t in walked)
+        weighted = None if weight is None else (weight.dtype, weight.data_ptr() & 15 == 0)
+        kinds.add((dim, walked[0].dtype, weighted, places.flat, wide, *(t is None for t in operand[strided + 1 :])))
+    return len(kinds) == 1
+
+
+def _ready(t: Tensor, weight: Tensor | None) -> bool:
+    unit = t.shape[-1] == 1 or t.stride(-1) == 1
+    return unit and (weight is None or (weight.stride(0) == 1 and weight.dtype in _TRITON))
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if _ready(t, None) else t.contiguous()
+
+
+def _plain_weight(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else (weight if weight.dtype in _TRITON else weight.float()).contiguous()
+
+
+def _normed_dtype(x: Tensor, weight: Tensor | None, rounding: str) -> Any:
+    """The dtype that the normed value is rounded to before it meets the weight; None where it is not."""
+    if weight is None or rounding == "once":
+        return None
+    dtype = weight.dtype if rounding == "weight" else x.dtype
+    return _TRITON[dtype] if dtype in _HALF else None
+
+
+def _multiplies_native(normed: Any, weight: Tensor | None) -> bool:
+    """Whether the product is taken in the weight's own half dtype: rounded once, as it should be, two at a time."""
+    interpreted = not isinstance(forward_kernel, triton.JITFunction)  # which multiplies bfloat16 as integers
+    same = normed is not None and weight is not None and _TRITON[weight.dtype] is normed
+    return same and not (interpreted and normed is tl.bfloat16)
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...], grid: Any, index: int) -> _Plan:
+    """A function that launches the kernel, compiled for these arguments, on a device of this index.
+
+    Triton's own look-up binds, specialises and hashes every argument at every call; the plan's key has done that.
+    """
+    shape, warps = (grid.shape, grid.warps) if isinstance(grid, _Grid) else (grid, _REDUCE_WARPS)
+    if not isinstance(kernel, triton.JITFunction):  # interpreted
+        return lambda *arguments: kernel[shape](*arguments, num_warps=warps)
+    driver = triton.runtime.driver.active
+    with _on_device(index):
+        compiled = kernel.warmup(*arguments, grid=shape, num_warps=warps, num_stages=1)
+        run = compiled.run  # loads it
+    columns, tokens = shape
+    function, packed = compiled.function, compiled.packed_metadata
+    hooks = triton.knobs.runtime
+
+    def start(*arguments: Any) -> None:
+        if driver.get_current_device() != index:
+            with _on_device(index):
+                return start(*arguments)
+        stream = driver.get_current_stream(index)
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens
+            return compiled[(columns, tokens, 1)](*arguments, stream=stream)
+        return run(columns, tokens, 1, stream, function, packed, None, None, None, *arguments)
+
+    return start
+
+
+def _on_device(index: int) -> Any:
+    return torch.cuda.device(index)
