@@ -46,15 +46,15 @@ def rms_norm(
     """
     check_tensors(x, weight)
     check_options(rounding, backend)
-    if backend == "triton":
-        backend_for(x, backend)
     if eps is None:
         eps = reference.default_eps(x)
     if torch.compiler.is_compiling() or not ops.is_plain(x, weight):
         return _dispatched(x, weight, eps, unit_offset, rounding, backend)
+    if backend == "triton":
+        backend_for(x, backend)
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return ops.EagerRMSNorm.apply(x, weight, eps, unit_offset, rounding)
-    return ops.launch_forward(x, weight, eps, unit_offset, rounding)[0]
+        return ops.EagerRMSNorm.apply(x, weight, eps, unit_offset, rounding, backend)
+    return ops.launch_forward(x, weight, eps, unit_offset, rounding, backend, save=False)[0]
 
 
 def qk_rms_norm(
@@ -84,6 +84,22 @@ def qk_rms_norm(
             )
     if q.dim() and k.dim() and q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one last dimension, but q is {_shape(q)} and k is {_shape(k)}")
+    if (
+        not torch.compiler.is_compiling()
+        and ops.is_plain(q, q_weight)
+        and ops.is_plain(k, k_weight)
+        and (kernels := ops.kernels_for(q, backend)) is not None
+    ):
+        check_tensors(q, q_weight, "q")
+        check_tensors(k, k_weight, "k")
+        check_options(rounding, backend)
+        if eps is None:
+            eps = reference.default_eps(q)
+        tensors = (q, k, q_weight, k_weight)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return ops.EagerQKRMSNorm.apply(*tensors, eps, unit_offset, rounding)
+        results = kernels.forward_pair((q, k), (q_weight, k_weight), eps, unit_offset, rounding, save=False)
+        return results[0][0], results[1][0]
     return (
         rms_norm(q, q_weight, eps, unit_offset=unit_offset, rounding=rounding, backend=backend),
         rms_norm(k, k_weight, eps, unit_offset=unit_offset, rounding=rounding, backend=backend),
@@ -93,42 +109,53 @@ def qk_rms_norm(
 def backend_for(x: Tensor, backend: str = "auto") -> str:
     """Which implementation a tensor takes: "triton" or "torch".
 
-    This version has the torch path alone, on every device. Asking for "triton" where it cannot run is a RuntimeError.
+    "auto" is Triton's kernels where they can run: bfloat16, float16 or float32 on a CUDA or ROCm GPU (bfloat16 from
+    compute capability 8.0, the others from 7.5), with triton installed and a last dimension of at most 8192. Elsewhere
+    it is plain torch, with a warning, once for each reason, for a tensor on an accelerator. ``torch.compile`` fuses the
+    norm with its neighbours instead, unless ``backend="triton"``.
+
+    Raises:
+        RuntimeError: ``backend="triton"`` where it cannot run; the message says why.
     """
     check_options("once", backend)
-    if backend == "triton":
-        raise RuntimeError(
-            f"backend='triton' asked for a tensor on {x.device}, but this version of qknorm has no Triton kernels; "
-            "use backend='auto' or 'torch'"
-        )
-    return "torch"
+    if backend == "torch":
+        return "torch"
+    obstacle = ops.triton_obstacle(x.device, x.dtype, x.shape[-1] if x.dim() else 1)
+    if obstacle is not None and backend == "triton":
+        raise RuntimeError(f"backend='triton' cannot run: {obstacle}; use backend='auto' or 'torch'")
+    return "torch" if obstacle else "triton"
 
 
 def _dispatched(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str, backend: str) -> Tensor:
     """The routes that are not plain eager: composite torch for exporters, the operator for everything else."""
-    if torch.onnx.is_in_onnx_export() or (not torch.compiler.is_compiling() and ops.needs_composite()):
+    compiling = torch.compiler.is_compiling()
+    plain_torch = backend == "torch" and not x.is_cpu  # the operator's own implementation may be the Triton kernels
+    if torch.onnx.is_in_onnx_export() or (not compiling and (ops.needs_composite() or plain_torch)):
         return ops.composite(x, weight, eps, unit_offset, rounding)[0]
     op = torch.ops.qknorm.rms_norm_opaque if backend == "triton" else torch.ops.qknorm.rms_norm
     return op(x, weight, eps, unit_offset, rounding, ops.REVISION)[0]
 
 
-def check_tensors(x: Tensor, weight: Tensor | None) -> None:
+def check_tensors(x: Tensor, weight: Tensor | None, name: str = "x") -> None:
     """Raise TypeError or ValueError where ``x`` and ``weight`` are not what ``rms_norm`` takes."""
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x must be {_WANTED}, but is {x.dtype}")
+        raise TypeError(f"{name} must be {_WANTED}, but is {x.dtype}")
     if x.dim() == 0:
-        raise ValueError("x must have at least one dimension, but is a scalar tensor")
+        raise ValueError(f"{name} must have at least one dimension, but is a scalar tensor")
     if weight is None:
         return
+    weight_name = "weight" if name == "x" else f"{name}_weight"
     if weight.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"weight must be {_WANTED}, but is {weight.dtype} ({type(weight).__name__} of shape {_shape(weight)}); "
-            "dequantise a quantised weight first"
+            f"{weight_name} must be {_WANTED}, but is {weight.dtype} "
+            f"({type(weight).__name__} of shape {_shape(weight)}); dequantise a quantised weight first"
         )
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(f"weight must have shape [{x.shape[-1]}], x's last dimension, but has {_shape(weight)}")
+        raise ValueError(
+            f"{weight_name} must have shape [{x.shape[-1]}], {name}'s last dimension, but has {_shape(weight)}"
+        )
     if weight.device != x.device:
-        raise ValueError(f"weight must be on {x.device}, the device of x, but is on {weight.device}")
+        raise ValueError(f"{weight_name} must be on {x.device}, the device of {name}, but is on {weight.device}")
 
 
 def check_options(rounding: str, backend: str) -> None:

@@ -8,6 +8,9 @@ into ``reference.py``, so that compiled code fuses them with their neighbours; `
 a flag would not do.
 """
 
+import functools
+import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -34,9 +37,18 @@ for _suffix in ("", "_opaque"):
 
 
 def launch_forward(
-    x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str
-) -> tuple[Tensor, Tensor]:
-    """``(y, rstd)`` without autograd, on the tensor's own device."""
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    rounding: str,
+    backend: str = "auto",
+    save: bool = True,
+) -> tuple[Tensor, Any]:
+    """``(y, rstd)`` without autograd, on the tensor's own device; the kernels skip an rstd that is not to be saved."""
+    kernels = kernels_for(x, backend)
+    if kernels is not None:
+        return kernels.forward(x, weight, eps, unit_offset, rounding, save)
     with torch._C._DisableAutocast():
         if x.device.type == "cpu":
             return reference.rms_norm_in_blocks(x, weight, eps, unit_offset, rounding)
@@ -44,13 +56,63 @@ def launch_forward(
 
 
 def launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, unit_offset: bool, rounding: str, mask: int
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    unit_offset: bool,
+    rounding: str,
+    mask: int,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``(dx, dw)`` without autograd; what ``mask`` does not want is an empty tensor."""
+    kernels = kernels_for(x, backend)
+    if kernels is not None and dy.dtype is x.dtype:
+        return kernels.backward(dy, x, weight, rstd, unit_offset, rounding, mask)
     with torch._C._DisableAutocast():
         if x.device.type == "cpu":
             return reference.rms_norm_backward_in_blocks(dy, x, weight, rstd, unit_offset, rounding, mask)
         return reference.rms_norm_backward(dy, x, weight, rstd, 0.0, unit_offset, rounding, mask)
+
+
+def kernels_for(x: Tensor, backend: str = "auto") -> Any:
+    """The module of Triton kernels where they can take ``x``, else None; on an accelerator it warns once why."""
+    if backend == "torch" or x.is_cpu:
+        return None
+    return _kernels(x.device, x.dtype, x.shape[-1])
+
+
+@functools.cache
+def _kernels(device: torch.device, dtype: torch.dtype, dim: int) -> Any:
+    obstacle = triton_obstacle(device, dtype, dim)
+    if obstacle is None:
+        return importlib.import_module("qknorm_kernels.rms_norm")
+    if device.type != "meta":
+        warnings.warn(f"qknorm computes in plain torch, not in its Triton kernels: {obstacle}", stacklevel=2)
+    return None
+
+
+def triton_obstacle(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """Why the Triton kernels cannot take a tensor like this, None where they can."""
+    if device.type != "cuda":
+        return f"they run on CUDA and ROCm GPUs, and x is on {device}"
+    if dtype is torch.float64:
+        return "float64 is computed in plain torch"
+    if importlib.util.find_spec("triton") is None:
+        return 'triton is not installed; pip install "qknorm[triton]"'
+    try:
+        from qknorm_kernels import launch, rms_norm  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    if dim > launch.MAX_DIM:
+        return f"they take a last dimension of at most {launch.MAX_DIM}, and x has {dim}"
+    if torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        least = (8, 0) if dtype is torch.bfloat16 else (7, 5)
+        if capability < least:
+            wanted, found = (".".join(map(str, each)) for each in (least, capability))
+            return f"{dtype} takes compute capability {wanted}, and {device} has {found}"
+    return None
 
 
 def composite(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str) -> tuple[Tensor, Tensor]:
@@ -63,16 +125,57 @@ class EagerRMSNorm(torch.autograd.Function):
     """Eager autograd over the raw launcher: no operator boundary."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str) -> Tensor:
-        y, rstd = launch_forward(x, weight, eps, unit_offset, rounding)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str, backend: str
+    ) -> Tensor:
+        y, rstd = launch_forward(x, weight, eps, unit_offset, rounding, backend)
         ctx.save_for_backward(x, weight, rstd)
         ctx.set_materialize_grads(False)
-        ctx.options = (eps, unit_offset, rounding)
+        ctx.options, ctx.backend = (eps, unit_offset, rounding), backend
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, dy, None), None, None, None
+        return *_gradients(dy, ctx, ctx.backend), *(None,) * 4
+
+
+class EagerQKRMSNorm(torch.autograd.Function):
+    """``EagerRMSNorm`` of q and k, in one launch of the Triton kernels a direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        unit_offset: bool,
+        rounding: str,
+    ) -> tuple[Tensor, Tensor]:
+        results = kernels_for(q).forward_pair((q, k), (q_weight, k_weight), eps, unit_offset, rounding)
+        (q_y, q_rstd), (k_y, k_rstd) = results
+        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd)
+        ctx.set_materialize_grads(False)
+        ctx.options = (eps, unit_offset, rounding)
+        return q_y, k_y
+
+    @staticmethod
+    def backward(ctx: Any, q_dy: Tensor | None, k_dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, q_rstd, k_rstd = ctx.saved_tensors
+        q_wants, k_wants = ctx.needs_input_grad[0:4:2], ctx.needs_input_grad[1:4:2]
+        if q_dy is None or k_dy is None or torch.is_grad_enabled() or needs_composite():
+            dq, dq_weight = _gradients_of(q_dy, q, q_weight, q_rstd, ctx.options, q_wants)
+            dk, dk_weight = _gradients_of(k_dy, k, k_weight, k_rstd, ctx.options, k_wants)
+        else:
+            masks = (q_wants[0] + 2 * q_wants[1], k_wants[0] + 2 * k_wants[1])
+            results = kernels_for(q).backward_pair(
+                (q_dy, k_dy), (q, k), (q_weight, k_weight), (q_rstd, k_rstd), *ctx.options[1:], masks
+            )
+            (dq, dq_weight), (dk, dk_weight) = (
+                _wanted(result, wants) for result, wants in zip(results, (q_wants, k_wants), strict=True)
+            )
+        return dq, dk, dq_weight, dk_weight, None, None, None
 
 
 class _OperatorRMSNorm(torch.autograd.Function):
@@ -94,7 +197,8 @@ class _OperatorRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, dy, _op("rms_norm_backward", ctx.suffix)), None, None, None, None, None
+        operator = _op("rms_norm_backward", ctx.suffix), ctx.revision
+        return *_gradients(dy, ctx, operator=operator), *(None,) * 5
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None, *_: Any) -> tuple[Tensor, None]:
@@ -103,23 +207,39 @@ class _OperatorRMSNorm(torch.autograd.Function):
         return reference.rms_norm_jvp(x, weight, eps, unit_offset, rounding, x_tangent, weight_tangent), None
 
 
-def _gradients(ctx: Any, dy: Tensor | None, op: Any) -> tuple[Tensor | None, Tensor | None]:
+def _gradients(
+    dy: Tensor | None, ctx: Any, backend: str = "auto", operator: tuple[Any, int] | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    x, weight, rstd = ctx.saved_tensors
+    return _gradients_of(dy, x, weight, rstd, ctx.options, ctx.needs_input_grad[:2], backend, operator)
+
+
+def _gradients_of(
+    dy: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    options: tuple[float, bool, str],
+    wants: tuple[bool, bool],
+    backend: str = "auto",
+    operator: tuple[Any, int] | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dw, each None where it is not wanted; by the operator and its revision, or else by the raw launcher."""
     if dy is None:
         return None, None
-    x, weight, rstd = ctx.saved_tensors
-    eps, unit_offset, rounding = ctx.options
-    wants_dx, wants_dw = ctx.needs_input_grad[:2]
-    mask = wants_dx + 2 * wants_dw
+    mask = wants[0] + 2 * wants[1]
     if torch.is_grad_enabled() or needs_composite():
         # Double backward: from x, since the saved rstd is a constant and would cut the graph.
-        dx, dw = reference.rms_norm_backward(
-            dy, x, weight, None, eps, unit_offset, rounding, mask, straight_through=True
-        )
-    elif op is None:
-        dx, dw = launch_backward(dy, x, weight, rstd, unit_offset, rounding, mask)
+        result = reference.rms_norm_backward(dy, x, weight, None, *options, mask, straight_through=True)
+    elif operator is None:
+        result = launch_backward(dy, x, weight, rstd, *options[1:], mask, backend)
     else:
-        dx, dw = op(dy, x, weight, rstd, eps, unit_offset, rounding, mask, ctx.revision)
-    return dx if wants_dx else None, dw if wants_dw else None
+        result = operator[0](dy, x, weight, rstd, *options, mask, operator[1])
+    return _wanted(result, wants)
+
+
+def _wanted(result: tuple[Tensor, Tensor], wants: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    return result[0] if wants[0] else None, result[1] if wants[1] else None
 
 
 def _op(name: str, suffix: str = "") -> Any:

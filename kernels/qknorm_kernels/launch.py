@@ -1,6 +1,6 @@
 """How a kernel is laid over its input: pure functions of shape, strides, dtype and processor count, no GPU needed.
 
-Imports nothing but the standard library. The figures beside the rungs are those of ``python -m qknorm_kernels.compile``.
+Imports nothing but the standard library. The figures beside the rungs are from ``python -m qknorm_kernels.compile``.
 """
 
 from dataclasses import dataclass

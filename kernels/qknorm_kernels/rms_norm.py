@@ -29,7 +29,9 @@ _INTEGERS = (
         for number in ("", "2")
     ),
 )
-_DY_INTEGERS = tuple(f"dy_{name}{number}" for name in ("batch_stride", "token_stride", "row_stride") for number in ("", "2"))
+_DY_INTEGERS = tuple(
+    f"dy_{name}{number}" for name in ("batch_stride", "token_stride", "row_stride") for number in ("", "2")
+)
 
 
 @triton.jit
@@ -57,7 +59,10 @@ def _load_weight(
     OFFSET: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The factor in float32 (NATIVE: in the weight's dtype), a [ROWS, C] tile a chunk: in the layout of x it needs no shared memory."""
+    """The factor in float32 (NATIVE: in the weight's dtype), a [ROWS, C] tile a chunk.
+
+    In the layout of x it needs no shared memory.
+    """
     HALVES: tl.constexpr = 2 if PACKED else 1
     columns = tl.arange(0, C // HALVES)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     factors = ()
@@ -181,7 +186,9 @@ def forward_kernel(
     TILE: tl.constexpr = ROWS * GROUPS
     EXACT: tl.constexpr = C * CHUNKS == DIM
     HALVES: tl.constexpr = 2 if PACKED else 1
-    eps = tl.cast(eps, tl.float32)  # compilers pass a Python float as float64, which would spread to everything after it
+    eps = tl.cast(
+        eps, tl.float32
+    )  # compilers pass a Python float as float64, which would spread to everything after it
     tile = tl.program_id(0)
     if x2 is not None:
         if tile >= tiles:
@@ -304,7 +311,7 @@ def backward_kernel(
         factors = _load_weight(weight, ROWS, DIM, CHUNKS, C, PACKED_WEIGHT, OFFSET, False)
     if partial is not None:
         sums = ()
-        for c in tl.static_range(CHUNKS):
+        for _ in tl.static_range(CHUNKS):
             sums = sums + (tl.zeros((ROWS, C), tl.float32),)
     for t in range(tl.program_id(1), tokens, tl.num_programs(1)):
         x_t = x + _token(t, sequence, batch_stride, token_stride, BATCHED, ALIGN)
@@ -381,7 +388,6 @@ DTYPES = tuple(_TRITON)
 _HALF = (torch.bfloat16, torch.float16)
 
 
-
 def forward(
     x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool, rounding: str, save: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -395,7 +401,12 @@ def forward(
 
 
 def forward_pair(
-    x: Sequence[Tensor], weight: Sequence[Tensor | None], eps: float, unit_offset: bool, rounding: str, save: bool = True
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor | None],
+    eps: float,
+    unit_offset: bool,
+    rounding: str,
+    save: bool = True,
 ) -> tuple[tuple[Tensor, Tensor | None], ...]:
     """``forward`` of q and k, in one launch where dtypes, alignment and layouts allow it."""
     operands = tuple(
@@ -443,8 +454,8 @@ def _rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-# A plan is all that a call needs to know beyond its tensors, found once for their shapes, strides, dtypes and alignment;
-# it must keep none of them alive. Sequence lengths that never repeat must not fill the memory.
+# A plan is all that a call needs to know beyond its tensors, found once for their shapes, strides, dtypes and
+# alignment; it must keep none of them alive. Sequence lengths that never repeat must not fill the memory.
 _Plan = Callable[..., None]
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _MOST_PLANS = 4096
@@ -590,7 +601,7 @@ def _reduce(partial: Tensor, dw: Tensor, dw2: Tensor | None, first: int) -> None
 
 
 class _Grid:
-    """How one or two operands are cut into programs; the first ``strided`` tensors of each are walked by their strides."""
+    """How operands are cut into programs; the first ``strided`` tensors of each are walked by their strides."""
 
     def __init__(self, operands: tuple[Any, ...], strided: int, out_pointer: int, backward: bool) -> None:
         x, weight = operands[0][0], operands[0][strided]
@@ -628,10 +639,7 @@ class _Grid:
         one_row = tile.height == 1 and sum(self.tiles) == len(rows)
         self._constants = (
             dim,
-            *(
-                dim if one_row or all(each.row_strides[i] == dim for each in layouts) else 0
-                for i in range(strided)
-            ),
+            *(dim if one_row or all(each.row_strides[i] == dim for each in layouts) else 0 for i in range(strided)),
             tile.rows,
             tile.groups,
             tile.chunks,
