@@ -76,30 +76,31 @@ def qk_rms_norm(
 
     The other arguments, the result and the errors are those of ``rms_norm``.
     """
-    for what in ("dtype", "device"):
-        if getattr(q, what) != getattr(k, what):
-            raise TypeError(
-                f"q and k must have one {what}, but q has {getattr(q, what)} and k has {getattr(k, what)}; "
-                "cast or move one of them, or call rms_norm twice"
-            )
-    if q.dim() and k.dim() and q.shape[-1] != k.shape[-1]:
+    if q.dtype is not k.dtype or q.device != k.device:
+        what = "dtype" if q.dtype is not k.dtype else "device"
+        raise TypeError(
+            f"q and k must have one {what}, but q has {getattr(q, what)} and k has {getattr(k, what)}; "
+            "cast or move one of them, or call rms_norm twice"
+        )
+    if q.shape[-1:] != k.shape[-1:]:
         raise ValueError(f"q and k must have one last dimension, but q is {_shape(q)} and k is {_shape(k)}")
-    if (
-        not torch.compiler.is_compiling()
-        and ops.is_plain(q, q_weight)
-        and ops.is_plain(k, k_weight)
-        and (kernels := ops.kernels_for(q, backend)) is not None
-    ):
-        check_tensors(q, q_weight, "q")
-        check_tensors(k, k_weight, "k")
-        check_options(rounding, backend)
-        if eps is None:
-            eps = reference.default_eps(q)
-        tensors = (q, k, q_weight, k_weight)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return ops.EagerQKRMSNorm.apply(*tensors, eps, unit_offset, rounding)
-        results = kernels.forward_pair((q, k), (q_weight, k_weight), eps, unit_offset, rounding, save=False)
-        return results[0][0], results[1][0]
+    if not torch.compiler.is_compiling() and ops.is_plain(q, k, q_weight, k_weight):
+        kernels = ops.kernels_for(q, backend)
+        if kernels is not None:
+            check_tensors(q, q_weight, "q")
+            check_tensors(k, k_weight, "k")
+            check_options(rounding, backend)
+            if eps is None:
+                eps = reference.default_eps(q)
+            if torch.is_grad_enabled() and (
+                q.requires_grad
+                or k.requires_grad
+                or (q_weight is not None and q_weight.requires_grad)
+                or (k_weight is not None and k_weight.requires_grad)
+            ):
+                return ops.EagerQKRMSNorm.apply(q, k, q_weight, k_weight, eps, unit_offset, rounding)
+            results = kernels.forward_pair((q, k), (q_weight, k_weight), eps, unit_offset, rounding, False)
+            return results[0][0], results[1][0]
     return (
         rms_norm(q, q_weight, eps, unit_offset=unit_offset, rounding=rounding, backend=backend),
         rms_norm(k, k_weight, eps, unit_offset=unit_offset, rounding=rounding, backend=backend),

@@ -88,8 +88,13 @@ def _kernels(device: torch.device, dtype: torch.dtype, dim: int) -> Any:
     if obstacle is None:
         return importlib.import_module("qknorm_kernels.rms_norm")
     if device.type != "meta":
-        warnings.warn(f"qknorm computes in plain torch, not in its Triton kernels: {obstacle}", stacklevel=2)
+        _warn_once(f"qknorm computes in plain torch, not in its Triton kernels: {obstacle}")
     return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
@@ -251,13 +256,15 @@ def needs_composite() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def is_plain(x: Tensor, weight: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether the eager path may skip the operator: plain tensors and nothing that must see an operator go by."""
+    for t in tensors:
+        if t is not None and type(t) not in _PLAIN_TYPES:
+            return False
     return (
-        type(x) in _PLAIN_TYPES
-        and (weight is None or type(weight) in _PLAIN_TYPES)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not needs_composite()
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
 

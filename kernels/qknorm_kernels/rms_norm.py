@@ -9,7 +9,7 @@ Dimensions: rows are [tokens, heads, D] in the order of the output, which is con
 strided input is walked in that order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -395,68 +395,88 @@ def forward(
 
     ``x`` is [..., D] in bfloat16, float16 or float32, D at most ``launch.MAX_DIM``; ``weight`` [D] on its device.
     """
-    operand = x, weight, torch.empty_like(x, memory_format=torch.contiguous_format), _rstd(x) if save else None
-    _run_forward((operand,), (unit_offset, rounding), eps)
-    return operand[2:]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if save else None
+    _forward((x, weight, y, rstd), eps, unit_offset, rounding)
+    return y, rstd
 
 
 def forward_pair(
-    x: Sequence[Tensor],
-    weight: Sequence[Tensor | None],
+    x: tuple[Tensor, Tensor],
+    weight: tuple[Tensor | None, Tensor | None],
     eps: float,
     unit_offset: bool,
     rounding: str,
     save: bool = True,
-) -> tuple[tuple[Tensor, Tensor | None], ...]:
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """``forward`` of q and k, in one launch where dtypes, alignment and layouts allow it."""
-    operands = tuple(
-        (x_, weight_, torch.empty_like(x_, memory_format=torch.contiguous_format), _rstd(x_) if save else None)
-        for x_, weight_ in zip(x, weight, strict=True)
+    q, k = x
+    q_weight, k_weight = weight
+    q_y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_y = torch.empty_like(k, memory_format=torch.contiguous_format)
+    q_rstd = k_rstd = None
+    if save:
+        q_rstd = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        k_rstd = k.new_empty(k.shape[:-1], dtype=torch.float32)
+    key = (
+        *(q.shape, q.stride(), k.shape, k.stride(), q.dtype, k.dtype, q.get_device()),
+        *((q.data_ptr() | k.data_ptr()) & 15, save, unit_offset, rounding, _kind(q_weight), _kind(k_weight)),
     )
-    _run_forward(operands, (unit_offset, rounding), eps)
-    return tuple(operand[2:] for operand in operands)
+    tensors = (q, q_weight, q_y, q_rstd, k, k_weight, k_y, k_rstd)
+    plan = _plans.get(key) or _remember(key, _plan_forward((tensors[:4], tensors[4:]), unit_offset, rounding))
+    plan(*tensors, eps)
+    return (q_y, q_rstd), (k_y, k_rstd)
 
 
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, unit_offset: bool, rounding: str, mask: int
 ) -> tuple[Tensor, Tensor]:
     """``(dx, dw)`` of ``forward``; what ``mask`` (1: dx, 2: dw) does not want is an empty tensor."""
-    return backward_pair((dy,), (x,), (weight,), (rstd,), unit_offset, rounding, (mask,))[0]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if mask & 1 else None
+    dw = torch.empty_like(weight) if mask & 2 and weight is not None else None
+    _backward((x, dy, weight, rstd, dx, dw), unit_offset, rounding)
+    return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw
 
 
 def backward_pair(
-    dy: Sequence[Tensor],
-    x: Sequence[Tensor],
-    weight: Sequence[Tensor | None],
-    rstd: Sequence[Tensor],
+    dy: tuple[Tensor, Tensor],
+    x: tuple[Tensor, Tensor],
+    weight: tuple[Tensor | None, Tensor | None],
+    rstd: tuple[Tensor, Tensor],
     unit_offset: bool,
     rounding: str,
-    mask: Sequence[int],
-) -> tuple[tuple[Tensor, Tensor], ...]:
+    mask: tuple[int, int],
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """``backward`` of q and k, in one launch and one reduction where dtypes, alignment and layouts allow it."""
-    operands = tuple(
-        (
-            x_,
-            dy_,
-            weight_,
-            rstd_,
-            torch.empty_like(x_, memory_format=torch.contiguous_format) if mask_ & 1 else None,
-            torch.empty_like(weight_) if mask_ & 2 and weight_ is not None else None,
-        )
-        for dy_, x_, weight_, rstd_, mask_ in zip(dy, x, weight, rstd, mask, strict=True)
+    q, k = x
+    q_dy, k_dy = dy
+    q_weight, k_weight = weight
+    if mask[0] != mask[1] or not mask[0] & 1:
+        q_result = backward(q_dy, q, q_weight, rstd[0], unit_offset, rounding, mask[0])
+        return q_result, backward(k_dy, k, k_weight, rstd[1], unit_offset, rounding, mask[1])
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+    dq_weight = torch.empty_like(q_weight) if mask[0] & 2 and q_weight is not None else None
+    dk_weight = torch.empty_like(k_weight) if mask[0] & 2 and k_weight is not None else None
+    key = (
+        *(q.shape, q.stride(), k.shape, k.stride(), q.dtype, k.dtype, q.get_device(), q_dy.stride(), k_dy.stride()),
+        (q.data_ptr() | k.data_ptr() | q_dy.data_ptr() | k_dy.data_ptr()) & 15,
+        *(mask, unit_offset, rounding, _kind(q_weight), _kind(k_weight)),
     )
-    _run_backward(operands, (unit_offset, rounding))
-    nothing = x[0].new_empty(0)
-    return tuple((nothing if o[4] is None else o[4], nothing if o[5] is None else o[5]) for o in operands)
-
-
-def _rstd(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.float32)
+    q_tensors = (q, q_dy, q_weight, rstd[0], dq, dq_weight)
+    k_tensors = (k, k_dy, k_weight, rstd[1], dk, dk_weight)
+    plan = _plans.get(key) or _remember(key, _plan_backward((q_tensors, k_tensors), unit_offset, rounding))
+    plan(*q_tensors[:5], *k_tensors[:5], dq_weight, dk_weight)
+    nothing = q.new_empty(0) if dq_weight is None or dk_weight is None else None
+    return (
+        (dq, nothing if dq_weight is None else dq_weight),
+        (dk, nothing if dk_weight is None else dk_weight),
+    )
 
 
 # A plan is all that a call needs to know beyond its tensors, found once for their shapes, strides, dtypes and
 # alignment; it must keep none of them alive. Sequence lengths that never repeat must not fill the memory.
-_Plan = Callable[..., None]
+_Plan = Callable[..., Any]
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _MOST_PLANS = 4096
 
@@ -468,33 +488,40 @@ def _remember(key: tuple[Any, ...], plan: _Plan) -> _Plan:
     return plan
 
 
-def _run_forward(operands: tuple[Any, ...], options: tuple[bool, str], eps: float) -> None:
-    """Fill y and rstd of one or two operands (x, weight, y, rstd)."""
-    key: tuple[Any, ...] = options
-    for x, weight, y, rstd in operands:
-        key += (x.shape, x.stride(), x.dtype, x.get_device(), (x.data_ptr() | y.data_ptr()) & 15, rstd is None)
-        key += (weight.dtype, weight.data_ptr() & 15, weight.stride()) if weight is not None else (None,)
-    plan = _plans.get(key) or _remember(key, _plan_forward(operands, options))
-    plan(operands, eps)
+def _kind(weight: Tensor | None) -> Any:
+    return weight is not None and (weight.dtype, weight.data_ptr() & 15, weight.is_contiguous())
 
 
-def _run_backward(operands: tuple[Any, ...], options: tuple[bool, str]) -> None:
-    """Fill dx and dw, each where it is not None, of one or two operands (x, dy, weight, rstd, dx, dw)."""
-    key: tuple[Any, ...] = options
-    for x, dy, weight, _, dx, dw in operands:
-        key += (x.shape, x.stride(), dy.stride(), x.dtype, x.get_device(), (x.data_ptr() | dy.data_ptr()) & 15)
-        key += (dx is None or dx.data_ptr() & 15, dw is None)
-        key += (weight.dtype, weight.data_ptr() & 15, weight.stride()) if weight is not None else (None,)
-    plan = _plans.get(key) or _remember(key, _plan_backward(operands, options))
-    plan(operands)
+def _forward(tensors: tuple[Any, ...], eps: float, unit_offset: bool, rounding: str) -> None:
+    """Fill y and rstd of (x, weight, y, rstd)."""
+    x, weight, y, rstd = tensors
+    key = (
+        *(x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, y.data_ptr() & 15),
+        *(rstd is None, unit_offset, rounding, _kind(weight)),
+    )
+    plan = _plans.get(key) or _remember(key, _plan_forward((tensors,), unit_offset, rounding))
+    plan(x, weight, y, rstd, None, None, None, None, eps)
 
 
-def _plan_forward(operands: tuple[Any, ...], options: tuple[bool, str]) -> _Plan:
+def _backward(tensors: tuple[Any, ...], unit_offset: bool, rounding: str) -> None:
+    """Fill dx and dw, each where it is not None, of (x, dy, weight, rstd, dx, dw)."""
+    x, dy, weight, rstd, dx, dw = tensors
+    key = (
+        *(x.shape, x.stride(), dy.stride(), x.dtype, x.get_device(), (x.data_ptr() | dy.data_ptr()) & 15),
+        *(dx is None or dx.data_ptr() & 15, dw is None or (dw.dtype, dw.data_ptr() & 15)),
+        *(unit_offset, rounding, _kind(weight)),
+    )
+    plan = _plans.get(key) or _remember(key, _plan_backward((tensors,), unit_offset, rounding))
+    plan(x, dy, weight, rstd, dx, None, None, None, None, None, dw, None)
+
+
+def _plan_forward(operands: tuple[Any, ...], unit_offset: bool, rounding: str) -> _Plan:
+    """What fills y and rstd, called as the kernel is: (x, weight, y, rstd, x2, weight2, y2, rstd2, eps)."""
     if len(operands) == 2 and not _fit(operands, 1):
 
-        def singly(operands: tuple[Any, ...], eps: float) -> None:
-            for operand in operands:
-                _run_forward((operand,), options, eps)
+        def singly(*arguments: Any) -> None:
+            for tensors in (arguments[:4], arguments[4:8]):
+                _forward(tensors, arguments[8], unit_offset, rounding)
 
         return singly
     x, weight, y, _ = operands[0]
@@ -502,102 +529,88 @@ def _plan_forward(operands: tuple[Any, ...], options: tuple[bool, str]) -> _Plan
         return lambda *_: None
     if not _ready(x, weight):
 
-        def copied(operands: tuple[Any, ...], eps: float) -> None:
-            x, weight, y, rstd = operands[0]
-            _run_forward(((_unit_stride(x), _plain_weight(weight), y, rstd),), options, eps)
+        def copied(x: Tensor, weight: Tensor | None, *rest: Any) -> None:
+            _forward((_unit_stride(x), _plain_weight(weight), *rest[:2]), rest[-1], unit_offset, rounding)
 
         return copied
     if launch.layout(x.shape, x.stride()) is None:
 
-        def split(operands: tuple[Any, ...], eps: float) -> None:
-            x, weight, y, rstd = operands[0]
+        def split(x: Tensor, weight: Tensor | None, y: Tensor, rstd: Tensor | None, *rest: Any) -> None:
             for i in range(x.shape[0]):
-                _run_forward(((x[i], weight, y[i], None if rstd is None else rstd[i]),), options, eps)
+                tensors = (x[i], weight, y[i], None if rstd is None else rstd[i])
+                _forward(tensors, rest[-1], unit_offset, rounding)
 
         return split
 
     grid = _Grid(operands, 1, y.data_ptr(), False)
-    second = (None,) * 4 if len(operands) == 1 else None
-    normed = _normed_dtype(x, weight, options[1])
-    rest = (*grid.arguments(6), options[0], normed, _multiplies_native(normed, weight))
-    start = _compile(forward_kernel, (*operands[0], *(second or operands[1]), 0.0, *rest), grid, x.get_device())
-
-    def run(operands: tuple[Any, ...], eps: float) -> None:
-        start(*operands[0], *(second or operands[1]), eps, *rest)
-
-    return run
+    normed = _normed_dtype(x, weight, rounding)
+    tail = (*grid.arguments(6), unit_offset, normed, _multiplies_native(normed, weight))
+    second = operands[1] if len(operands) == 2 else (None,) * 4
+    return _compile(forward_kernel, (*operands[0], *second, 0.0), tail, grid.shape, grid.warps, x.get_device())
 
 
-def _plan_backward(operands: tuple[Any, ...], options: tuple[bool, str]) -> _Plan:
+def _plan_backward(operands: tuple[Any, ...], unit_offset: bool, rounding: str) -> _Plan:
+    """What fills dx and dw, called with (x, dy, weight, rstd, dx), the same again for the second, dw and dw2."""
     if len(operands) == 2 and not _fit(operands, 2):
 
-        def singly(operands: tuple[Any, ...]) -> None:
-            for operand in operands:
-                _run_backward((operand,), options)
+        def singly(*arguments: Any) -> None:
+            for tensors in ((*arguments[:5], arguments[10]), (*arguments[5:10], arguments[11])):
+                _backward(tensors, unit_offset, rounding)
 
         return singly
     x, dy, weight, _, dx, dw = operands[0]
+    dw2 = operands[1][5] if len(operands) == 2 else None
     if dx is None and dw is None:
-        return lambda _: None
+        return lambda *_: None
     if x.numel() == 0:
-
-        def empty(operands: tuple[Any, ...]) -> None:
-            if operands[0][5] is not None:
-                operands[0][5].zero_()
-
-        return empty
+        return lambda *arguments: None if arguments[10] is None else arguments[10].zero_()
     if not (_ready(x, weight) and _ready(dy, None)):
 
-        def copied(operands: tuple[Any, ...]) -> None:
-            x, dy, weight, *others = operands[0]
-            _run_backward(((_unit_stride(x), _unit_stride(dy), _plain_weight(weight), *others),), options)
+        def copied(x: Tensor, dy: Tensor, weight: Tensor | None, *rest: Any) -> None:
+            tensors = (_unit_stride(x), _unit_stride(dy), _plain_weight(weight), *rest[:2], rest[-2])
+            _backward(tensors, unit_offset, rounding)
 
         return copied
     if launch.layout(x.shape, x.stride(), dy.stride()) is None:
+        return lambda *arguments: _backward_split((*arguments[:5], arguments[10]), unit_offset, rounding)
 
-        def split(operands: tuple[Any, ...]) -> None:
-            x, dy, weight, rstd, dx, dw = operands[0]
-            sums = None if dw is None else x.new_empty((x.shape[0], x.shape[-1]), dtype=torch.float32)
-            for i in range(x.shape[0]):
-                targets = (None if dx is None else dx[i], None if sums is None else sums[i])
-                _run_backward(((x[i], dy[i], weight, rstd[i], *targets),), options)
-            if sums is not None:
-                _reduce(sums, dw, None, len(sums))
-
-        return split
-
+    index, dim = x.get_device(), x.shape[-1]
     grid = _Grid(operands, 2, dx.data_ptr() if dx is not None else 0, True)
-    second = (None,) * 5 if len(operands) == 1 else None
-    rest = (*grid.arguments(9), options[0], _normed_dtype(x, weight, options[1]))
-    wants_dw = dw is not None
-    size = (sum(grid.tiles) * grid.shape[1], x.shape[-1])
-    first = grid.tiles[0] * grid.shape[1]
+    tail = (*grid.arguments(9), unit_offset, _normed_dtype(x, weight, rounding))
+    first, count = grid.tiles[0] * grid.shape[1], sum(grid.tiles) * grid.shape[1]
+    partial = None if dw is None else x.new_empty((count, dim), dtype=torch.float32)
+    second = operands[1][:5] if len(operands) == 2 else (None,) * 5
+    head = (*operands[0][:5], *second, partial)
+    start = _compile(backward_kernel, head, tail, grid.shape, grid.warps, index)
+    if partial is None:
+        return lambda *arguments: start(*arguments[:10], None)
+    reduce = _reduction(partial, dw, dw2, first)
+    del partial
 
-    def sums(x: Tensor) -> Tensor | None:
-        return x.new_empty(size, dtype=torch.float32) if wants_dw else None
-
-    arguments = (*operands[0][:5], *(second or operands[1][:5]), sums(x), *rest)
-    start = _compile(backward_kernel, arguments, grid, x.get_device())
-
-    def run(operands: tuple[Any, ...]) -> None:
-        partial = sums(operands[0][0])
-        start(*operands[0][:5], *(second or operands[1][:5]), partial, *rest)
-        if partial is not None:
-            _reduce(partial, operands[0][5], None if second else operands[1][5], first)
+    def run(*arguments: Any) -> None:
+        partial = arguments[0].new_empty((count, dim), dtype=torch.float32)
+        start(*arguments[:10], partial)
+        reduce(partial, *arguments[10:])
 
     return run
 
 
-def _reduce(partial: Tensor, dw: Tensor, dw2: Tensor | None, first: int) -> None:
-    """dw from the first rows of partial sums, dw2 from the rest, in a fixed order."""
-    dim, index = partial.shape[-1], partial.get_device()
-    key = (dim, index, dw.dtype, dw.data_ptr() & 15, dw2 is None or (dw2.dtype, dw2.data_ptr() & 15))
-    rest = (first, len(partial), dim, _REDUCE_ROWS, _REDUCE_COLUMNS)
-    start = _plans.get(key)
-    if start is None:
-        shape = (-(-dim // _REDUCE_COLUMNS), 1 if dw2 is None else 2)
-        start = _remember(key, _compile(reduce_kernel, (partial, dw, dw2, *rest), shape, index))
-    start(partial, dw, dw2, *rest)
+def _backward_split(tensors: tuple[Any, ...], unit_offset: bool, rounding: str) -> None:
+    x, dy, weight, rstd, dx, dw = tensors
+    sums = None if dw is None else x.new_empty((x.shape[0], x.shape[-1]), dtype=torch.float32)
+    for i in range(x.shape[0]):
+        targets = (None if dx is None else dx[i], None if sums is None else sums[i])
+        _backward((x[i], dy[i], weight, rstd[i], *targets), unit_offset, rounding)
+    if sums is not None:
+        _reduction(sums, dw, None, len(sums))(sums, dw, None)
+
+
+def _reduction(partial: Tensor, dw: Tensor, dw2: Tensor | None, first: int) -> _Plan:
+    """What sums partial sums in a fixed order: the first rows to dw, the rest to dw2."""
+    dim = partial.shape[-1]
+    tail = (first, len(partial), dim, _REDUCE_ROWS, _REDUCE_COLUMNS)
+    shape = (-(-dim // _REDUCE_COLUMNS), 1 if dw2 is None else 2)
+    return _compile(reduce_kernel, (partial, dw, dw2), tail, shape, _REDUCE_WARPS, partial.get_device())
 
 
 class _Grid:
@@ -653,7 +666,7 @@ class _Grid:
         )
 
     def arguments(self, integers: int) -> tuple[Any, ...]:
-        """The kernel's integers and constants, in its order; ``integers`` is how many each operand has."""
+        """The kernel's integers and constants, in its order; ``integers`` is how many an operand has."""
         second = self._integers[1] if len(self._integers) == 2 else (None,) * integers
         return (*self._integers[0], self.tiles[0], *second, *self._constants)
 
@@ -707,31 +720,32 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1
 
 
-def _compile(kernel: Any, arguments: tuple[Any, ...], grid: Any, index: int) -> _Plan:
-    """A function that launches the kernel, compiled for these arguments, on a device of this index.
+def _compile(
+    kernel: Any, head: tuple[Any, ...], tail: tuple[Any, ...], shape: tuple[int, int], warps: int, index: int
+) -> _Plan:
+    """A function of tensors and eps that launches the kernel, compiled for arguments like these, on its device.
 
     Triton's own look-up binds, specialises and hashes every argument at every call; the plan's key has done that.
     """
-    shape, warps = (grid.shape, grid.warps) if isinstance(grid, _Grid) else (grid, _REDUCE_WARPS)
     if not isinstance(kernel, triton.JITFunction):  # interpreted
-        return lambda *arguments: kernel[shape](*arguments, num_warps=warps)
-    driver = triton.runtime.driver.active
+        return lambda *head: kernel[shape](*head, *tail, num_warps=warps)
+    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
     with _on_device(index):
-        compiled = kernel.warmup(*arguments, grid=shape, num_warps=warps, num_stages=1)
+        compiled = kernel.warmup(*head, *tail, grid=shape, num_warps=warps, num_stages=1)
         run = compiled.run  # loads it
     columns, tokens = shape
     function, packed = compiled.function, compiled.packed_metadata
-    hooks = triton.knobs.runtime
+    current_device, current_stream = driver.get_current_device, driver.get_current_stream
+    del head
 
-    def start(*arguments: Any) -> None:
-        if driver.get_current_device() != index:
+    def start(*head: Any) -> None:
+        if current_device() != index:
             with _on_device(index):
-                return start(*arguments)
-        stream = driver.get_current_stream(index)
+                return start(*head)
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler listens
-            return compiled[(columns, tokens, 1)](*arguments, stream=stream)
-        return run(columns, tokens, 1, stream, function, packed, None, None, None, *arguments)
+            return compiled[(columns, tokens, 1)](*head, *tail)
+        return run(columns, tokens, 1, current_stream(index), function, packed, None, None, None, *head, *tail)
 
     return start
 
