@@ -251,9 +251,8 @@ def test_falling_back_on_an_accelerator_warns_once_for_each_reason_and_never_on_
     ops._warn_once.cache_clear()
     device = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match="plain torch.*capability") as caught:
-        assert ops._kernels(device, torch.float16, 64) is None
-        assert ops._kernels(device, torch.float16, 64) is None
-        assert ops._kernels(device, torch.float16, 128) is None
+        found = [ops._kernels(device, torch.float16, dim) for dim in (64, 64, 128)]
+    assert found == [None] * 3
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
