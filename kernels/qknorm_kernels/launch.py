@@ -20,6 +20,7 @@ class Tile:
 
     rows: int
     groups: int
+    batch: int  # groups that are read before the first of them is computed
     chunks: int
     ways: int  # neighbours in a row that one lane holds: summed in a chain, without a shuffle
     warps: int
@@ -95,7 +96,11 @@ def tile(dim: int, itemsize: int, backward: bool, wide: bool, rows: tuple[int, .
         range(1, limit * 4 // 3 + 1),
         key=lambda g: (sum(_overhang(r, height * g, flat) for r in rows), abs(limit - g), -g),
     )
-    return Tile(height, groups, chunks, lane if wide else 1, warps)
+    # Neither LLVM nor ptxas moves a load over a store that may alias, so what is to be in flight at once is read at once:
+    # 6 KiB a warp, of x or of x and dy: 48 registers a lane, 80 in all forward and 112 backward at dim 128.
+    most = 192 // (_ACCESS * chunks * (2 if backward else 1))
+    batch = max(b for b in range(1, groups + 1) if groups % b == 0 and (b <= most or b == 1))
+    return Tile(height, groups, batch, chunks, lane if wide else 1, warps)
 
 
 def _chunk(dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
@@ -126,9 +131,10 @@ def _overhang(rows: int, height: int, flat: bool) -> int:
 def programs(tokens: int, tiles: int, warps: int, processors: int) -> int:
     """Programs that share the tokens of each tile: the second dimension of the grid.
 
-    Sixteen warps a multiprocessor: at 6 KiB of loads each that is three times the bytes that must be in flight to fill
-    the memory of an H200 (4.8 TB/s times 0.7 us, over 132), and what a program does once is done 16 times, not 32. All
-    get equally many tokens, since a second wave with one token each would double the time.
+    Sixteen warps a multiprocessor: at 6 KiB of loads each, half of the time, that is twice the bytes that must be in
+    flight to fill the memory of an H200 (4.8 TB/s times 0.7 us, over 132: 25 KiB), and leaves what a program does once
+    (a tenth of its instructions for one token) to few programs. All get equally many tokens: a second wave with one
+    token each would double the time.
     """
     most = max(1, processors * max(2, 16 // warps) // tiles)
     rounds = -(-tokens // min(most, 65535))

@@ -35,17 +35,25 @@ _DY_INTEGERS = tuple(
 
 
 @triton.jit
-def _load(pointer, offset, mask, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """A [ROWS, C] tile in float32; PACKED reads bfloat16 two at a time, [ROWS, C / 2] offsets in int32."""
+def _read(pointer, offset, mask, PACKED: tl.constexpr):
+    """A tile as it lies in memory; PACKED reads bfloat16 two at a time, at offsets in int32."""
     other: tl.constexpr = None if mask is None else 0
     if PACKED:
-        # A bfloat16 is the upper half of a float32: shift and mask cost less than the conversion of both halves.
-        pair = tl.load(pointer.to(tl.pointer_type(tl.int32)) + offset, mask=mask, other=other)
-        even = (pair << 16).to(tl.float32, bitcast=True)
-        odd = (pair & -65536).to(tl.float32, bitcast=True)
-        return tl.join(even, odd).reshape(ROWS, 2 * offset.shape[1])
+        return tl.load(pointer.to(tl.pointer_type(tl.int32)) + offset, mask=mask, other=other)
     else:
-        return tl.load(pointer + offset, mask=mask, other=other).to(tl.float32)
+        return tl.load(pointer + offset, mask=mask, other=other)
+
+
+@triton.jit
+def _widen(tile, ROWS: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr):
+    """[ROWS, C] in float32 from what was read."""
+    if PACKED:
+        # A bfloat16 is the upper half of a float32: shift and mask cost less than the conversion of both halves.
+        even = (tile << 16).to(tl.float32, bitcast=True)
+        odd = (tile & -65536).to(tl.float32, bitcast=True)
+        return tl.join(even, odd).reshape(ROWS, C)
+    else:
+        return tile.to(tl.float32)
 
 
 @triton.jit
@@ -67,8 +75,8 @@ def _load_weight(
     columns = tl.arange(0, C // HALVES)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     factors = ()
     for c in tl.static_range(CHUNKS):
-        mask = None if C * CHUNKS == DIM else c * C + columns < DIM
-        factor = _load(weight + c * C, columns, mask, ROWS, PACKED)
+        mask = None if C * CHUNKS == DIM else c * C + HALVES * columns < DIM
+        factor = _widen(_read(weight + c * C, columns, mask, PACKED), ROWS, C, PACKED)
         if OFFSET:  # the sum is taken in the weight's own dtype
             factor = _round(factor + 1.0, weight.dtype.element_ty)
         if NATIVE:
@@ -169,6 +177,7 @@ def forward_kernel(
     ROW_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    BATCH: tl.constexpr,
     CHUNKS: tl.constexpr,
     WAYS: tl.constexpr,
     VALID: tl.constexpr,
@@ -209,29 +218,35 @@ def forward_kernel(
         out_row = tl.cast(t, tl.int64) * pitch + first_row
         y_t = y + tl.multiple_of(out_row * DIM, ALIGN)
         rows_left = tl.cast(tl.minimum(rows - (out_row if FLAT else first_row), TILE), tl.int32)
-        for g in tl.static_range(GROUPS):
-            valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
-            x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
-            chunks = ()
-            squares = tl.zeros((ROWS, C // WAYS), tl.float32)
-            for c in tl.static_range(CHUNKS):
-                mask = None if EXACT and valid is None else _mask(valid, c * C + columns, DIM, EXACT)
-                chunk = _load(x_g + c * C, lane, mask, ROWS, PACKED)
-                chunks = chunks + (chunk,)
-                squares = _accumulate(squares, chunk, chunk, ROWS, C, WAYS)
-            r = tl.rsqrt(tl.sum(squares, 1) * (1.0 / DIM) + eps)
-            if rstd is not None:
-                tl.store(rstd + out_row + g * ROWS + row, r, mask=valid)
-            for c in tl.static_range(CHUNKS):
-                value = chunks[c] * r[:, None]
-                if weight is not None:
-                    if NATIVE:
-                        value = value.to(NORMED) * factors[c]
-                    else:
-                        value = _round(value, NORMED) * factors[c]
-                mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
-                target = y_t + (g * ROWS * DIM + c * C) + row[:, None] * DIM + out_columns
-                tl.store(target, value.to(y.dtype.element_ty), mask=mask)
+        for first in tl.static_range(0, GROUPS, BATCH):
+            tiles_read = ()
+            for g in tl.static_range(first, first + BATCH):
+                valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+                x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
+                for c in tl.static_range(CHUNKS):
+                    mask = None if EXACT and valid is None else _mask(valid, c * C + HALVES * columns, DIM, EXACT)
+                    tiles_read = tiles_read + (_read(x_g + c * C, lane, mask, PACKED),)
+            for g in tl.static_range(first, first + BATCH):
+                valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+                chunks = ()
+                squares = tl.zeros((ROWS, C // WAYS), tl.float32)
+                for c in tl.static_range(CHUNKS):
+                    chunk = _widen(tiles_read[(g - first) * CHUNKS + c], ROWS, C, PACKED)
+                    chunks = chunks + (chunk,)
+                    squares = _accumulate(squares, chunk, chunk, ROWS, C, WAYS)
+                r = tl.rsqrt(tl.sum(squares, 1) * (1.0 / DIM) + eps)
+                if rstd is not None:
+                    tl.store(rstd + out_row + g * ROWS + row, r, mask=valid)
+                for c in tl.static_range(CHUNKS):
+                    value = chunks[c] * r[:, None]
+                    if weight is not None:
+                        if NATIVE:
+                            value = value.to(NORMED) * factors[c]
+                        else:
+                            value = _round(value, NORMED) * factors[c]
+                    mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
+                    target = y_t + (g * ROWS * DIM + c * C) + row[:, None] * DIM + out_columns
+                    tl.store(target, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_INTEGERS + _DY_INTEGERS)
@@ -271,6 +286,7 @@ def backward_kernel(
     DY_ROW_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    BATCH: tl.constexpr,
     CHUNKS: tl.constexpr,
     WAYS: tl.constexpr,
     VALID: tl.constexpr,
@@ -318,41 +334,52 @@ def backward_kernel(
         dy_t = dy + _token(t, sequence, dy_batch_stride, dy_token_stride, BATCHED, ALIGN)
         out_row = tl.cast(t, tl.int64) * pitch + first_row
         rows_left = tl.cast(tl.minimum(rows - (out_row if FLAT else first_row), TILE), tl.int32)
-        for g in tl.static_range(GROUPS):
-            valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
-            r = tl.load(rstd + out_row + g * ROWS + row, mask=valid, other=None if valid is None else 0.0)
-            x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
-            dy_g = dy_t + _rows(g * ROWS, dy_row_stride, DY_ROW_STRIDE, ALIGN)
-            chunks = ()
-            gradients = ()
-            products = tl.zeros((ROWS, C // WAYS), tl.float32)
-            new_sums = ()
-            for c in tl.static_range(CHUNKS):
-                mask = None if EXACT and valid is None else _mask(valid, c * C + columns, DIM, EXACT)
-                chunk = _load(x_g + c * C, lane, mask, ROWS, PACKED)
-                given = _load(dy_g + c * C, dy_lane, mask, ROWS, PACKED)
-                scaled = given * r[:, None]
-                if partial is not None:
-                    if NORMED is None:
-                        new_sums = new_sums + (sums[c] + scaled * chunk,)
-                    else:  # dw takes the very value that met the weight in the forward
-                        new_sums = new_sums + (sums[c] + given * _round(chunk * r[:, None], NORMED),)
-                if weight is not None:
-                    scaled *= factors[c]
-                if dx is not None:
-                    products = _accumulate(products, scaled, chunk, ROWS, C, WAYS)
-                    chunks = chunks + (chunk,)
-                    gradients = gradients + (scaled,)
-            if partial is not None:
-                sums = new_sums
-            if dx is not None:
-                along = tl.sum(products, 1) * (1.0 / DIM) * r * r
+        for first in tl.static_range(0, GROUPS, BATCH):
+            tiles_read = ()
+            rstds = ()
+            for g in tl.static_range(first, first + BATCH):
+                valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+                x_g = x_t + _rows(g * ROWS, row_stride, ROW_STRIDE, ALIGN)
+                dy_g = dy_t + _rows(g * ROWS, dy_row_stride, DY_ROW_STRIDE, ALIGN)
+                rstds = rstds + (_read(rstd + out_row + g * ROWS, row, valid, False),)
                 for c in tl.static_range(CHUNKS):
-                    mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
-                    value = gradients[c] - chunks[c] * along[:, None]
-                    target = dx + tl.multiple_of(out_row * DIM, ALIGN) + (g * ROWS * DIM + c * C)
-                    target += row[:, None] * DIM + out_columns
-                    tl.store(target, value.to(dx.dtype.element_ty), mask=mask)
+                    mask = None if EXACT and valid is None else _mask(valid, c * C + HALVES * columns, DIM, EXACT)
+                    tiles_read = tiles_read + (
+                        _read(x_g + c * C, lane, mask, PACKED),
+                        _read(dy_g + c * C, dy_lane, mask, PACKED),
+                    )
+            for g in tl.static_range(first, first + BATCH):
+                valid = None if VALID >= (g + 1) * ROWS else _valid(g * ROWS + row, rows_left, VALID)
+                r = rstds[g - first]
+                chunks = ()
+                gradients = ()
+                products = tl.zeros((ROWS, C // WAYS), tl.float32)
+                new_sums = ()
+                for c in tl.static_range(CHUNKS):
+                    chunk = _widen(tiles_read[2 * ((g - first) * CHUNKS + c)], ROWS, C, PACKED)
+                    given = _widen(tiles_read[2 * ((g - first) * CHUNKS + c) + 1], ROWS, C, PACKED)
+                    scaled = given * r[:, None]
+                    if partial is not None:
+                        if NORMED is None:
+                            new_sums = new_sums + (sums[c] + scaled * chunk,)
+                        else:  # dw takes the very value that met the weight in the forward
+                            new_sums = new_sums + (sums[c] + given * _round(chunk * r[:, None], NORMED),)
+                    if weight is not None:
+                        scaled *= factors[c]
+                    if dx is not None:
+                        products = _accumulate(products, scaled, chunk, ROWS, C, WAYS)
+                        chunks = chunks + (chunk,)
+                        gradients = gradients + (scaled,)
+                if partial is not None:
+                    sums = new_sums
+                if dx is not None:
+                    along = tl.sum(products, 1) * (1.0 / DIM) * r * r
+                    for c in tl.static_range(CHUNKS):
+                        mask = None if EXACT and valid is None else _mask(valid, c * C + out_columns, DIM, EXACT)
+                        value = gradients[c] - chunks[c] * along[:, None]
+                        target = dx + tl.multiple_of(out_row * DIM, ALIGN) + (g * ROWS * DIM + c * C)
+                        target += row[:, None] * DIM + out_columns
+                        tl.store(target, value.to(dx.dtype.element_ty), mask=mask)
     if partial is not None:
         program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         column = tl.arange(0, C)
@@ -434,7 +461,7 @@ def backward(
     """``(dx, dw)`` of ``forward``; what ``mask`` (1: dx, 2: dw) does not want is an empty tensor."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if mask & 1 else None
     dw = torch.empty_like(weight) if mask & 2 and weight is not None else None
-    _backward((x, dy, weight, rstd, dx, dw), unit_offset, rounding)
+    _backward((x, dy, weight, rstd.contiguous(), dx, dw), unit_offset, rounding)
     return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw
 
 
@@ -463,8 +490,8 @@ def backward_pair(
         (q.data_ptr() | k.data_ptr() | q_dy.data_ptr() | k_dy.data_ptr()) & 15,
         *(mask, unit_offset, rounding, _kind(q_weight), _kind(k_weight)),
     )
-    q_tensors = (q, q_dy, q_weight, rstd[0], dq, dq_weight)
-    k_tensors = (k, k_dy, k_weight, rstd[1], dk, dk_weight)
+    q_tensors = (q, q_dy, q_weight, rstd[0].contiguous(), dq, dq_weight)
+    k_tensors = (k, k_dy, k_weight, rstd[1].contiguous(), dk, dk_weight)
     plan = _plans.get(key) or _remember(key, _plan_backward((q_tensors, k_tensors), unit_offset, rounding))
     plan(*q_tensors[:5], *k_tensors[:5], dq_weight, dk_weight)
     nothing = q.new_empty(0) if dq_weight is None or dk_weight is None else None
@@ -655,6 +682,7 @@ class _Grid:
             *(dim if one_row or all(each.row_strides[i] == dim for each in layouts) else 0 for i in range(strided)),
             tile.rows,
             tile.groups,
+            tile.batch,
             tile.chunks,
             tile.ways,
             valid,
@@ -689,7 +717,7 @@ def _fit(operands: tuple[Any, ...], strided: int) -> bool:
 
 def _ready(t: Tensor, weight: Tensor | None) -> bool:
     unit = t.shape[-1] == 1 or t.stride(-1) == 1
-    return unit and (weight is None or (weight.stride(0) == 1 and weight.dtype in _TRITON))
+    return unit and (weight is None or (weight.is_contiguous() and weight.dtype in _TRITON))
 
 
 def _unit_stride(t: Tensor) -> Tensor:
