@@ -96,7 +96,7 @@ def tile(dim: int, itemsize: int, backward: bool, wide: bool, rows: tuple[int, .
         range(1, limit * 4 // 3 + 1),
         key=lambda g: (sum(_overhang(r, height * g, flat) for r in rows), abs(limit - g), -g),
     )
-    # Neither LLVM nor ptxas moves a load over a store that may alias, so what is to be in flight at once is read at once:
+    # No compiler moves a load over a store that may alias, so what is to be in flight at once is read at once:
     # 6 KiB a warp, of x or of x and dy: 48 registers a lane, 80 in all forward and 112 backward at dim 128.
     most = 192 // (_ACCESS * chunks * (2 if backward else 1))
     batch = max(b for b in range(1, groups + 1) if groups % b == 0 and (b <= most or b == 1))
