@@ -78,18 +78,34 @@ def unchanged(*tensors: Tensor | None) -> Iterator[None]:
         assert torch.equal(s, b), "an input was written to"
 
 
+def _check_hints(arguments: dict[str, Any]) -> None:
+    """What a kernel is told of alignment is true: the interpreter reads on where a GPU would not."""
+    if arguments.get("ALIGN", 1) > 1:
+        for name, value in arguments.items():
+            if name.rstrip("2") in ("x", "y", "dy", "dx") and value is not None:
+                assert value.data_ptr() % 16 == 0, f"{name} is not aligned"
+            if "stride" in name and value is not None:
+                assert value % arguments["ALIGN"] == 0, f"{name} is not aligned"
+    if arguments.get("PACKED_WEIGHT"):
+        assert all(w is None or w.data_ptr() % 16 == 0 for w in (arguments["weight"], arguments["weight2"]))
+
+
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The kernels that are launched, in their order."""
+    """The kernels that are launched, in their order, and nothing untrue said to them."""
     launches: list[str] = []
 
     class Counted:
         def __init__(self, name: str) -> None:
             self.name, self.kernel = name.removesuffix("_kernel"), getattr(kernels, name)
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launches.append(self.name)
-            return self.kernel[grid]
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, **options: Any) -> None:
+                launches.append(self.name)
+                _check_hints(dict(zip(self.kernel.arg_names, arguments, strict=True)))
+                self.kernel[grid](*arguments, **options)
+
+            return launch
 
     kernels._plans.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +168,7 @@ class Expected:
         if rstd is not None:
             bound = RSTD_ULPS * spacing(self.rstd64, torch.float32)
             assert rstd.dtype == torch.float32
-            assert_within(rstd, self.rstd64, bound, "rstd, from float64,")
+            assert_within(rstd, self.rstd64.float(), bound, "rstd, from float64,")
             assert_within(rstd, torch_rstd, bound, "rstd, from the torch path,")
 
     def check_backward(self, dx: Tensor, dw: Tensor, mask: int) -> None:
@@ -180,7 +196,9 @@ class Expected:
             normed = {"once": None, "weight": weight.dtype, "input": x.dtype}[rounding]
             if normed is torch.bfloat16:  # truncated
                 bound += 2.0**-7 * terms.sum(0)
-            elif normed is torch.float16 and len(terms):  # one value on the other side of a tie
+            elif normed is torch.float16 and len(terms):  # a value in a thousand is on the other side of a tie
+                many = ((dw.double() - wanted[1].double()).abs() > bound).sum().item()
+                assert many <= max(1, dw.numel() // 100), f"{many} elements of dw have another value of x * rstd"
                 bound += 2.0**-10 * terms.amax(0)
             assert_within(dw, wanted[1], bound, "dw, from float64,")
             assert_within(dw, torch_dw, bound, "dw, from the torch path,")

@@ -11,7 +11,7 @@ from qknorm_kernels import rms_norm as kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, "none": None}
 # Batch, sequence and heads.
-ROWS = {"no row": (2, 0, 3), "one row": (1, 1, 1), "odd rows": (1, 3, 3), "many rows": (2, 3, 6)}
+ROWS = {"no row": (2, 0, 3), "one row": (1, 1, 1), "odd rows": (1, 3, 3), "many rows": (2, 2, 5)}
 
 NUMBERS = {
     "x_dtype": ("fp16", "fp32", "bf16"),
@@ -61,7 +61,7 @@ def test_numbers_and_memory_are_right_whatever_the_layout_dtype_and_option(case,
 @pytest.mark.parametrize("w_dtype", list(DTYPES))
 @pytest.mark.parametrize("x_dtype", ["bf16", "fp16", "fp32"])
 def test_each_rounding_is_where_the_formula_has_it_for_every_pair_of_dtypes(x_dtype, w_dtype, rounding, unit_offset):
-    x = make_x("dense", (1, 2, 3, 64), DTYPES[x_dtype])
+    x = make_x("dense", (1, 1, 3, 64), DTYPES[x_dtype])
     check(x, make_dy("dense", x), make_weight(64, DTYPES[w_dtype]), unit_offset=unit_offset, rounding=rounding)
 
 
