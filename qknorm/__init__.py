@@ -3,7 +3,7 @@
 from .adapters import register_norm
 from .audit import audit_qk_dtypes
 from .autocast import emulate_cuda_autocast
-from .functional import backend_for, qk_rms_norm, rms_norm
+from .functional import backend_for, qk_rms_norm, qk_rms_norm_rope, rms_norm
 from .module import QKRMSNorm
 from .replace import find_qk_norms, replace_qk_norms, restore_qk_norms
 
@@ -14,6 +14,7 @@ __all__ = [
     "emulate_cuda_autocast",
     "find_qk_norms",
     "qk_rms_norm",
+    "qk_rms_norm_rope",
     "register_norm",
     "replace_qk_norms",
     "restore_qk_norms",

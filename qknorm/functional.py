@@ -107,6 +107,60 @@ def qk_rms_norm(
     )
 
 
+def qk_rms_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor | None,
+    eps: float | None = None,
+    *,
+    interleaved: bool = True,
+    sequence_dim: int = 1,
+    round_before_rope: bool = False,
+    context: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
+    unit_offset: bool = False,
+    rounding: str = "once",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``qk_rms_norm`` and the rotary position embedding of both: one launch a direction for each stream.
+
+    Args:
+        q, k: [B, S, H, D] (``sequence_dim=1``) or [B, H, S, D] (2), of one dtype, device, B, S and D; H may differ.
+        q_weight, k_weight: [D] or None.
+        cos, sin: float32 [S, R], or [S, D / 2] where one value stands for two columns and R is D; or [B, S, ...], one
+            for each batch. R is at most D and even, columns from R on are not rotated. ``sin=None``: cos is complex64
+            [S, R / 2]. With ``context`` S is that of the joint sequence.
+        interleaved: columns 2i and 2i + 1 rotate into each other (Flux); else i and i + R / 2 (NeoX, CogView4).
+        round_before_rope: round the normed value to the dtype of q first, as norm and rotation in two steps of half
+            precision do. By default nothing is rounded in between: what a model computes under CUDA autocast.
+        context: the text stream, (q, k, q_weight, k_weight) of other S and own weights, written in front of q and k.
+
+    Returns:
+        q and k, joint where there is a context, in their dtype, fresh and contiguous.
+
+    The other arguments and the errors are those of ``rms_norm``. cos and sin get no gradient.
+
+    Source: https://arxiv.org/abs/2104.09864
+    """
+    streams = [(q, k, q_weight, k_weight)] if context is None else [context, (q, k, q_weight, k_weight)]
+    _check_rope(streams, cos, sin, sequence_dim, context is not None)
+    check_options(rounding, backend)
+    if eps is None:
+        eps = reference.default_eps(q)
+    options = ops.RopeOptions(eps, unit_offset, rounding, interleaved, round_before_rope, sequence_dim)
+    tensors = [t for stream in streams for t in stream]
+    if torch.compiler.is_compiling() or not ops.is_plain(cos, sin, *tensors):
+        with torch.autocast(q.device.type, enabled=False):
+            return ops.composite_rope(streams, cos, sin, options)
+    if backend == "triton":
+        backend_for(q, backend)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return ops.EagerQKNormRope.apply(cos, sin, options, backend, *tensors)
+    return ops.launch_rope_forward(streams, cos, sin, options, backend, save=False)[:2]
+
+
 def backend_for(x: Tensor, backend: str = "auto") -> str:
     """Which implementation a tensor takes: "triton" or "torch".
 
@@ -157,6 +211,62 @@ def check_tensors(x: Tensor, weight: Tensor | None, name: str = "x") -> None:
         )
     if weight.device != x.device:
         raise ValueError(f"{weight_name} must be on {x.device}, the device of {name}, but is on {weight.device}")
+
+
+def _check_rope(
+    streams: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+    cos: Tensor,
+    sin: Tensor | None,
+    sequence_dim: int,
+    joint: bool,
+) -> None:
+    """Raise TypeError or ValueError where the arguments of ``qk_rms_norm_rope`` are not what it takes."""
+    if sequence_dim not in (1, 2):
+        raise ValueError(f"sequence_dim must be 1 for [B, S, H, D] or 2 for [B, H, S, D], but is {sequence_dim}")
+    heads_dim = 3 - sequence_dim
+    first = streams[-1][0]
+    length = 0
+    for i, (q, k, q_weight, k_weight) in enumerate(streams):
+        prefix = "context " if joint and i == 0 else ""
+        for name, x, weight in ((f"{prefix}q", q, q_weight), (f"{prefix}k", k, k_weight)):
+            check_tensors(x, weight, name)
+            if x.dim() != 4:
+                raise ValueError(f"{name} must have four dimensions, but is {_shape(x)}")
+            if x.dtype is not first.dtype or x.device != first.device:
+                raise TypeError(f"{name} must be {first.dtype} on {first.device}, as q, but is {x.dtype} on {x.device}")
+            if (x.shape[0], x.shape[-1]) != (first.shape[0], first.shape[-1]):
+                raise ValueError(
+                    f"{name} must have the batch and last dimension of q, {_shape(first)}, but is {_shape(x)}"
+                )
+        if q.shape[sequence_dim] != k.shape[sequence_dim]:
+            raise ValueError(f"{prefix}q and k must have one sequence length, but are {_shape(q)} and {_shape(k)}")
+        if joint and q.shape[heads_dim] != first.shape[heads_dim]:
+            raise ValueError(f"{prefix}q must have as many heads as q, {_shape(first)}, but is {_shape(q)}")
+        if joint and k.shape[heads_dim] != streams[-1][1].shape[heads_dim]:
+            raise ValueError(f"{prefix}k must have as many heads as k, but is {_shape(k)}")
+        length += q.shape[sequence_dim]
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None:
+            continue
+        wanted = torch.complex64 if sin is None else torch.float32
+        if table.dtype is not wanted:
+            raise TypeError(
+                f"{name} must be {wanted}{' where sin is None' if sin is None else ''}, but is {table.dtype}"
+            )
+        if table.device != first.device:
+            raise ValueError(f"{name} must be on {first.device}, the device of q, but is on {table.device}")
+        columns = table.shape[-1] * (2 if sin is None else 1) if table.dim() else 0
+        if table.dim() not in (2, 3) or table.shape[-2] != length or columns > first.shape[-1] or columns % 2:
+            wanted_shape = (
+                f"[{length}, R] with R even and at most {first.shape[-1]}, or [{first.shape[0]}, {length}, R]"
+            )
+            raise ValueError(f"{name} must be {wanted_shape}, but is {_shape(table)}")
+        if table.dim() == 3 and table.shape[0] not in (1, first.shape[0]):
+            raise ValueError(f"{name} must have a batch of 1 or {first.shape[0]}, as q, but is {_shape(table)}")
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} gets no gradient, but requires one; detach it")
+    if sin is not None and cos.shape != sin.shape:
+        raise ValueError(f"cos and sin must have one shape, but are {_shape(cos)} and {_shape(sin)}")
 
 
 def check_options(rounding: str, backend: str) -> None:

@@ -11,7 +11,8 @@ a flag would not do.
 import functools
 import importlib.util
 import warnings
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,6 +182,160 @@ class EagerQKRMSNorm(torch.autograd.Function):
                 _wanted(result, wants) for result, wants in zip(results, (q_wants, k_wants), strict=True)
             )
         return dq, dk, dq_weight, dk_weight, None, None, None
+
+
+class RopeOptions(NamedTuple):
+    """How q and k are normed and rotated; ``sequence_dim`` is 1 for [B, S, H, D] and 2 for [B, H, S, D]."""
+
+    eps: float
+    unit_offset: bool
+    rounding: str
+    interleaved: bool
+    round_before_rope: bool
+    sequence_dim: int
+
+    def heads_third(self, t: Tensor) -> Tensor:
+        """A view [B, S, H, D]."""
+        return t if self.sequence_dim == 1 else t.transpose(1, 2)
+
+
+# (q, k, q_weight, k_weight) of one stream; the text stream comes first where there are two.
+Stream = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def rope_streams(
+    streams: Sequence[Stream], cos: Tensor, sin: Tensor | None, options: RopeOptions
+) -> Iterator[tuple[Stream, int, int, Tensor, Tensor | None]]:
+    """Each stream with its place in the joint sequence: first position, length, and its part of the tables."""
+    start = 0
+    for stream in streams:
+        length = stream[0].shape[options.sequence_dim]
+        sin_part = None if sin is None else sin.narrow(-2, start, length)
+        yield stream, start, length, cos.narrow(-2, start, length), sin_part
+        start += length
+
+
+def composite_rope(
+    streams: Sequence[Stream], cos: Tensor, sin: Tensor | None, options: RopeOptions
+) -> tuple[Tensor, Tensor]:
+    """Joint q and k as plain differentiable torch."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for (q, k, q_weight, k_weight), _, _, cos_part, sin_part in rope_streams(streams, cos, sin, options):
+        for part, x, weight in zip(parts, (q, k), (q_weight, k_weight), strict=True):
+            y, _ = reference.rms_norm_rope(
+                options.heads_third(x), weight, cos_part, sin_part, *options[:5], straight_through=True
+            )
+            part.append(options.heads_third(y))
+    q, k = (part[0] if len(part) == 1 else torch.cat(part, options.sequence_dim) for part in parts)
+    return q.contiguous(), k.contiguous()
+
+
+def launch_rope_forward(
+    streams: Sequence[Stream], cos: Tensor, sin: Tensor | None, options: RopeOptions, backend: str, save: bool = True
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Joint q and k without autograd, every stream written to its place, and the rstd of all."""
+    dim, first = options.sequence_dim, streams[0]
+    length = sum(stream[0].shape[dim] for stream in streams)
+    q_y, k_y = (x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :])) for x in first[:2])
+    kernels = rope_kernels_for(first[0], cos, sin, options.interleaved, backend)
+    rstds: list[Tensor] = []
+    for (q, k, q_weight, k_weight), start, length, cos_part, sin_part in rope_streams(streams, cos, sin, options):
+        operands = tuple(
+            (options.heads_third(x), weight, options.heads_third(y.narrow(dim, start, length)))
+            for x, weight, y in ((q, q_weight, q_y), (k, k_weight, k_y))
+        )
+        if kernels is not None:
+            rstds += kernels.forward(operands, cos_part, sin_part, *options[:5], save)
+            continue
+        with torch._C._DisableAutocast():
+            for x, weight, target in operands:
+                y, rstd = reference.rms_norm_rope(x, weight, cos_part, sin_part, *options[:5])
+                target.copy_(y)
+                rstds.append(rstd)
+    return q_y, k_y, rstds
+
+
+def launch_rope_backward(
+    q_dy: Tensor,
+    k_dy: Tensor,
+    streams: Sequence[Stream],
+    rstds: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor | None,
+    options: RopeOptions,
+    wants: Sequence[bool],
+    backend: str,
+) -> list[Tensor | None]:
+    """Gradients of all streams' q, k, q_weight and k_weight; ``wants`` has one entry for each."""
+    dim = options.sequence_dim
+    kernels = rope_kernels_for(streams[0][0], cos, sin, options.interleaved, backend)
+    gradients: list[Tensor | None] = []
+    for i, (stream, start, length, cos_part, sin_part) in enumerate(rope_streams(streams, cos, sin, options)):
+        dx = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in stream[:2]]
+        operands = tuple(
+            (
+                options.heads_third(x),
+                options.heads_third(dy.narrow(dim, start, length)),
+                stream[2 + j],
+                rstds[2 * i + j],
+                options.heads_third(dx[j]),
+                wants[4 * i + 2 + j],
+            )
+            for j, (x, dy) in enumerate(zip(stream[:2], (q_dy, k_dy), strict=True))
+        )
+        found: list[Tensor | None] = [*dx]
+        if kernels is not None:
+            found += kernels.backward(operands, cos_part, sin_part, *options[1:4])
+        else:
+            with torch._C._DisableAutocast():
+                for x, dy, weight, rstd, target, wants_dw in operands:
+                    result, dw = reference.rms_norm_rope_backward(
+                        dy, x, weight, rstd, cos_part, sin_part, options.eps, *options[1:4], 1 + 2 * wants_dw
+                    )
+                    target.copy_(result)
+                    found.append(dw)
+        gradients += (g if wanted else None for g, wanted in zip(found, wants[4 * i : 4 * i + 4], strict=True))
+    return gradients
+
+
+def rope_kernels_for(q: Tensor, cos: Tensor, sin: Tensor | None, interleaved: bool, backend: str) -> Any:
+    """The module of fused Triton kernels where they can take these tensors, else None."""
+    if kernels_for(q, backend) is None:
+        return None
+    kernels = importlib.import_module("qknorm_kernels.qk_norm_rope")
+    columns = cos.shape[-1] * (2 if sin is None else 1)
+    rotary = kernels.rotation_of(q.shape[-1], columns, sin is None)[0]
+    return kernels if kernels.takes(q.shape[-1], rotary, q.itemsize, interleaved) else None
+
+
+class EagerQKNormRope(torch.autograd.Function):
+    """Eager autograd over the fused launcher; saves q and k as they came in, the weights, the tables and rstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cos: Tensor, sin: Tensor | None, options: RopeOptions, backend: str, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        streams = [tensors[i : i + 4] for i in range(0, len(tensors), 4)]
+        q_y, k_y, rstds = launch_rope_forward(streams, cos, sin, options, backend)  # type: ignore[arg-type]
+        ctx.save_for_backward(cos, sin, *rstds, *tensors)
+        ctx.options, ctx.backend, ctx.rstds = options, backend, len(rstds)
+        return q_y, k_y
+
+    @staticmethod
+    def backward(ctx: Any, q_dy: Tensor, k_dy: Tensor) -> tuple[Any, ...]:
+        cos, sin, *saved = ctx.saved_tensors
+        rstds, tensors = saved[: ctx.rstds], saved[ctx.rstds :]
+        streams = [tensors[i : i + 4] for i in range(0, len(tensors), 4)]
+        wants = ctx.needs_input_grad[4:]
+        if torch.is_grad_enabled() or needs_composite():
+            # Double backward: through the composite maths, from q and k.
+            with torch.enable_grad():
+                wanted = [t for t, want in zip(tensors, wants, strict=True) if want]
+                y = composite_rope(streams, cos, sin, ctx.options)
+                found = iter(torch.autograd.grad(y, wanted, (q_dy, k_dy), create_graph=True))
+            return None, None, None, None, *(next(found) if want else None for want in wants)
+        gradients = launch_rope_backward(q_dy, k_dy, streams, rstds, cos, sin, ctx.options, wants, ctx.backend)
+        return None, None, None, None, *gradients
 
 
 class _OperatorRMSNorm(torch.autograd.Function):

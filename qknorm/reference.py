@@ -33,10 +33,11 @@ def rms_norm(
     *,
     bias: Tensor | None = None,
     straight_through: bool = False,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     scratch: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Forward of the norm: ``y`` in ``x.dtype`` and ``rstd`` in the accumulation dtype.
+    """Forward of the norm: ``y`` in ``dtype`` or ``x.dtype``, and ``rstd`` in the accumulation dtype.
 
     With ``straight_through`` it is differentiable any number of times in every autograd mode, and rounding steps hand
     gradients on unchanged, as ``rms_norm_backward`` does. Without autograd, ``out`` takes y, and ``scratch`` (two
@@ -61,7 +62,7 @@ def rms_norm(
             if straight_through:
                 y = _rounded(y, torch.promote_types(product_dtype or acc, bias.dtype), True)
     if out is None:
-        y = y.to(x.dtype).contiguous()
+        y = y.to(dtype or x.dtype).contiguous()
     elif y is not out:
         y = out.copy_(y)
     return y, rstd.squeeze(-1).contiguous()
@@ -136,6 +137,83 @@ def rms_norm_jvp(
     if weight is not None and weight_tangent is not None:
         y_tangent = y_tangent + _rounded(n, _rounding_dtype(x, weight, rounding), True) * weight_tangent
     return y_tangent.to(x.dtype)
+
+
+def rms_norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
+    rounding: str = "once",
+    interleaved: bool = True,
+    round_before_rope: bool = False,
+    *,
+    straight_through: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``x`` [B, S, H, D] and its rotation: ``y`` in ``x.dtype``, and ``rstd`` [B, S, H].
+
+    cos and sin are as in ``qknorm.qk_rms_norm_rope``. Between norm and rotation nothing is rounded but what
+    ``rounding`` says, unless ``round_before_rope``. Source: https://arxiv.org/abs/2104.09864
+    """
+    acc = accumulate_dtype(x)
+    n, rstd = rms_norm(x, weight, eps, unit_offset, rounding, straight_through=straight_through, dtype=acc)
+    if round_before_rope:
+        n = _rounded(n, x.dtype, straight_through).to(acc)
+    return _rotate(n, cos, sin, interleaved).to(x.dtype).contiguous(), rstd
+
+
+def rms_norm_rope_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    cos: Tensor,
+    sin: Tensor | None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
+    rounding: str = "once",
+    interleaved: bool = True,
+    mask: int = 3,
+    *,
+    straight_through: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``rms_norm_rope``: dy is rotated back, then ``rms_norm_backward``."""
+    rotated_back = _rotate(dy.to(accumulate_dtype(x)), cos, sin, interleaved, back=True)
+    return rms_norm_backward(
+        rotated_back, x, weight, rstd, eps, unit_offset, rounding, mask, straight_through=straight_through
+    )
+
+
+def _rotate(n: Tensor, cos: Tensor, sin: Tensor | None, interleaved: bool, back: bool = False) -> Tensor:
+    """[B, S, H, D] rotated by tables [S, R], [S, D / 2] or [B, S, ...], or complex ones; columns from R on stay."""
+    if sin is None:
+        cos, sin = cos.real, cos.imag
+        rotary, shared = 2 * cos.shape[-1], True
+    else:
+        shared = 2 * cos.shape[-1] == n.shape[-1]
+        rotary = n.shape[-1] if shared else cos.shape[-1]
+    cos, sin = (t.to(n.dtype) for t in (cos, sin))
+    if shared:
+        spread = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat([t, t], -1))
+        cos, sin = spread(cos), spread(sin)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one for all heads
+    turned, rest = n[..., :rotary], n[..., rotary:]
+    if back:
+        turned = turned * cos - _quarter_turn(turned * sin, interleaved)
+    else:
+        turned = turned * cos + _quarter_turn(turned, interleaved) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+def _quarter_turn(t: Tensor, interleaved: bool) -> Tensor:
+    """(a, b) to (-b, a) in every pair of columns that rotate into each other."""
+    if interleaved:
+        a, b = t.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([-b, a], -1).flatten(-2)
+    a, b = t.chunk(2, -1)
+    return torch.cat([-b, a], -1)
 
 
 def rms_norm_in_blocks(
