@@ -157,6 +157,34 @@ def test_q_and_k_in_one_launch_have_the_values_of_two(device, dtypes):
             assert_near(actual, wanted.double(), 1, (torch.float32,))
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_norm_and_rope_are_those_of_plain_torch(device, dtypes, dim, interleaved):
+    for dtype in dtypes:
+        streams = []
+        for length in (33, 7):
+            q, q_weight, _ = make((2, length, 24, dim), dtype, device, length)
+            k, k_weight, _ = make((2, length, 8, dim), dtype, device, length + 1)
+            streams.append([t.detach().requires_grad_() for t in (q, k, q_weight, k_weight)])
+        angle = torch.randn(40, dim // 2, device=device)
+        results = []
+        for backend in ("auto", "torch"):
+            y = qknorm.qk_rms_norm_rope(
+                *streams[0],
+                angle.cos(),
+                angle.sin(),
+                EPS,
+                interleaved=interleaved,
+                context=tuple(streams[1]),
+                backend=backend,
+            )
+            dy = [torch.randn(t.shape, generator=torch.Generator().manual_seed(9)).to(t) for t in y]
+            results.append((*y, *torch.autograd.grad(y, streams[0] + streams[1], dy)))
+        for actual, wanted in zip(*results, strict=True):
+            assert actual.dtype is dtype
+            assert_near(actual, wanted.double(), 2, (torch.float32,))
+
+
 def test_results_are_the_same_bits_from_run_to_run(device, dtypes):
     x, weight, dy = make((2, 4096, 24, 128), dtypes[0], device)
     first = gradients(x, weight, dy)
