@@ -197,6 +197,8 @@ def check_tensors(x: Tensor, weight: Tensor | None, name: str = "x") -> None:
         raise TypeError(f"{name} must be {_WANTED}, but is {x.dtype}")
     if x.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension, but is a scalar tensor")
+    if type(x) not in ops.PLAIN_TYPES and not torch.compiler.is_compiling() and ops.sharding() is not None:
+        ops.sharding().check_last_dim(x, name)
     if weight is None:
         return
     weight_name = "weight" if name == "x" else f"{name}_weight"

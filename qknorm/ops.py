@@ -10,6 +10,7 @@ a flag would not do.
 
 import functools
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -358,7 +359,10 @@ class _OperatorRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         operator = _op("rms_norm_backward", ctx.suffix), ctx.revision
-        return *_gradients(dy, ctx, operator=operator), *(None,) * 5
+        dx, dw = _gradients(dy, ctx, operator=operator)
+        if type(dw) not in (type(None), *PLAIN_TYPES) and sharding() is not None:
+            dw = sharding().reduced(dw, ctx.saved_tensors[1])
+        return dx, dw, *(None,) * 5
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: Tensor | None, weight_tangent: Tensor | None, *_: Any) -> tuple[Tensor, None]:
@@ -414,7 +418,7 @@ def needs_composite() -> bool:
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether the eager path may skip the operator: plain tensors and nothing that must see an operator go by."""
     for t in tensors:
-        if t is not None and type(t) not in _PLAIN_TYPES:
+        if t is not None and type(t) not in PLAIN_TYPES:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -424,7 +428,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _register(suffix: str) -> None:
@@ -450,6 +454,7 @@ def _register(suffix: str) -> None:
 
     def forward_fake(x: Tensor, weight: Tensor | None, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
         _register_decompositions_if_compiling()
+        sharding()
         return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=reference.accumulate_dtype(x))
 
     def backward_fake(
@@ -463,6 +468,7 @@ def _register(suffix: str) -> None:
         mask: int = 3,
         revision: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        sharding()
         dx = x.new_empty(x.shape if mask & 1 else 0)
         dw = weight.new_empty(weight.shape) if mask & 2 and weight is not None else x.new_empty(0)
         return dx, dw
@@ -525,6 +531,21 @@ def _register(suffix: str) -> None:
         _LIB.impl(name, autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"qknorm::{name}", fake, lib=_LIB)
         torch.library.register_vmap(f"qknorm::{name}", vmap, lib=_LIB)
+
+
+def sharding() -> Any:
+    """The module of rules for DTensors, and the rules in force, where DTensor is loaded; else None.
+
+    DTensor runs the fake kernel before it looks for the rules of an operator: registered there, they are never late.
+    """
+    return _sharding() if "torch.distributed.tensor" in sys.modules else None
+
+
+@functools.cache
+def _sharding() -> Any:
+    module = importlib.import_module("qknorm.sharding")
+    module.register()
+    return module
 
 
 _decompositions_registered = False
