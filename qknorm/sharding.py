@@ -60,10 +60,11 @@ def _splits(x: Any) -> list[Any]:
 
 def check_last_dim(x: Any, name: str = "x") -> None:
     """Raise ValueError where a DTensor, or the spec of one, is split along its last dimension."""
-    if any(getattr(placement, "dim", None) == x.ndim - 1 for placement in x.placements):
+    placements = getattr(x, "placements", ())  # other subclasses of Tensor have none
+    if any(getattr(placement, "dim", None) == x.ndim - 1 for placement in placements):
         raise ValueError(
             f"{name} is sharded along its last dimension, which the norm sums over: it is {list(x.shape)} with "
-            f"placements {x.placements}; redistribute it before the norm, to Replicate() or Shard of another dimension"
+            f"placements {placements}; redistribute it before the norm, to Replicate() or Shard of another dimension"
         )
 
 
