@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -30,23 +31,25 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def attention(model: torch.nn.Module, backend: str) -> Iterator[None]:
     """Attention by ``native``, which takes any dtypes, or ``strict``, which wants q, k and v in one half dtype."""
     registry = _AttentionBackendRegistry
-    native, flash = AttentionBackendName.NATIVE, AttentionBackendName.FLASH
-    before = registry._checks_enabled, registry._constraints
-    has_flash = DEVICE == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    if backend == "strict" and has_flash:
+    flash, native = AttentionBackendName.FLASH, AttentionBackendName.NATIVE
+    backends, conditions = registry._backends, registry._constraints[flash]
+
+    def checked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        for check in conditions:
+            check(query, key, value)
+        return backends[native](query, key, value, **options)
+
+    if backend == "strict" and DEVICE == "cuda" and importlib.util.find_spec("flash_attn") is not None:
         model.set_attention_backend("flash")
     elif backend == "strict":
-        registry._checks_enabled = True  # as DIFFUSERS_ATTN_CHECKS=1 does
-        registry._constraints = {**registry._constraints, native: registry._constraints[flash]}
+        registry._backends = {**backends, native: checked}
     try:
         yield
     finally:
-        registry._checks_enabled, registry._constraints = before
+        registry._backends = backends
 
 
-def train(
-    steps: int, *, replace: bool, backend: str, compiler: str = "inductor"
-) -> tuple[torch.nn.Module, list[float]]:
+def train(steps: int, *, replace: bool, backend: str, compiler: str) -> tuple[torch.nn.Module, list[float]]:
     """The trained model and the loss of each step: flow matching from noise to one batch of random latents."""
     model, inputs = tiny.build("ChromaTransformer2DModel", device=DEVICE)
     model.requires_grad_(False).train()
@@ -94,7 +97,6 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """Read the command line and train."""
     parser = argparse.ArgumentParser(description="Train a LoRA on a small Chroma.")
     parser.add_argument("--steps", type=int, default=20)
     norms = parser.add_mutually_exclusive_group()
@@ -110,8 +112,7 @@ def main() -> None:
         plot(args.plot, {"stock norms, native attention": stock, "replaced norms, strict attention": ours})
     else:
         _, losses = train(args.steps, replace=not args.stock, backend=args.backend, compiler=args.compiler)
-        for i, loss in enumerate(losses):
-            print(f"step {i}: loss {loss:.4f}")
+        print("\n".join(f"step {i}: loss {loss:.4f}" for i, loss in enumerate(losses)))
 
 
 if __name__ == "__main__":

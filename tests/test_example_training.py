@@ -55,7 +55,7 @@ def test_compiled_replaced_blocks_train_with_strict_attention_as_stock_ones_with
 
 
 def test_the_plot_comes_with_its_numbers_and_the_registry_of_diffusers_is_left_as_it_was(tmp_path, monkeypatch):
-    before = _AttentionBackendRegistry._checks_enabled, _AttentionBackendRegistry._constraints
+    before = dict(vars(_AttentionBackendRegistry))
     path = tmp_path / "losses.png"
     argv = ["example_training.py", "--steps", "2", "--compiler", "none", "--plot", str(path)]
     monkeypatch.setattr(sys, "argv", argv)
@@ -65,4 +65,4 @@ def test_the_plot_comes_with_its_numbers_and_the_registry_of_diffusers_is_left_a
     assert header == ["step", "stock norms, native attention", "replaced norms, strict attention"]
     assert [row[0] for row in rows] == ["0", "1"]
     assert all(float(loss) > 0 for row in rows for loss in row[1:])
-    assert (_AttentionBackendRegistry._checks_enabled, _AttentionBackendRegistry._constraints) == before
+    assert dict(vars(_AttentionBackendRegistry)) == before
