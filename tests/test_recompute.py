@@ -138,15 +138,14 @@ def step(case, wrap=unchanged, place="outside", around="nothing", backend=None):
         with inner_emulation, autocast("inside"):
             return forward(*args)
 
-    def loss_of(*args):
-        return sum(y.float().square().mean() for y in wrap(region)(*args))
-
+    whole = wrap(region)
     if backend:
-        torch._dynamo.reset()  # every loss_of is one code object, whose graphs would add up to the recompile limit
-        loss_of = torch.compile(loss_of, fullgraph=True, backend=backend)
+        torch._dynamo.reset()  # every region is one code object, whose graphs would add up to the recompile limit
+        whole = torch.compile(whole, fullgraph=True, backend=backend)
     with emulation:
         with autocast("outside"):
-            loss = loss_of(*inputs)
+            # Outside the graph: fused with what is before it, a sum over everything is taken in another order.
+            loss = sum(y.float().square().mean() for y in whole(*inputs))
         with AROUND[around]():
             loss.backward()
     gradients = {f"input {i}": x.grad for i, x in enumerate(inputs)}
@@ -273,10 +272,10 @@ def test_a_graph_of_inductor_with_a_checkpoint_inside_gives_the_same_bits_where_
         kept.append((t.dtype, t.numel()))
         return t
 
-    normed = torch.float32, case[2][0].numel()  # as many elements as the input, which is kept too
+    normed = torch.float32, case[2][0].numel()  # as many as in the input and in what the loss squares, kept too
     with torch._inductor.config.patch(emulate_precision_casts=True):
         expected = step(case, backend="inductor")
-        for wrap, float32_kept in ((checkpointed, 1), (PREFER_SAVE, 1), (MUST_SAVE, 2)):
+        for wrap, float32_kept in ((checkpointed, 2), (PREFER_SAVE, 2), (MUST_SAVE, 3)):
             kept.clear()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 ours = step(case, wrap, backend="inductor")
