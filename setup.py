@@ -13,7 +13,18 @@ TRITON = [
     "triton-windows>=3.6; sys_platform == 'win32'",
 ]
 CLI = ["rich>=13", "matplotlib>=3.8"]
-TEST = [*DIFFUSERS, *CLI, *TRITON, "pytest>=8", "hypothesis>=6.100", "peft>=0.17", "kernels>=0.11", "expecttest", "onnxscript>=0.5"]
+TEST = [
+    *DIFFUSERS,
+    *CLI,
+    *TRITON,
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "peft>=0.17",
+    "kernels>=0.11",
+    "expecttest",
+    "onnxscript>=0.5",
+]
 
 setup(
     name="qknorm",

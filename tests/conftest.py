@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from qknorm import adapters, register_norm
 # On a machine with a GPU and little else, `pytest -m gpu` must collect: the other files import these at their top.
 if any(importlib.util.find_spec(name) is None for name in ("diffusers", "hypothesis", "peft")):
     collect_ignore_glob = ["test_[!g]*.py", "walk_*.py"]
+
+# Several processes of pytest-xdist with all threads each would wait for one another.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 @pytest.fixture

@@ -1,0 +1,122 @@
+"""The machine code of the kernels that ``launch.py`` picks, compiled with no GPU: counts of instructions, not times.
+
+The bars have slack of a few percent; ``python -m qknorm_kernels.compile`` prints the figures.
+"""
+
+import functools
+import itertools
+
+import pytest
+from qknorm_kernels import compile as compiler
+from qknorm_kernels.compile import Case
+
+HEADS = ((24, 24), (30, 30), (32, 32), (48, 48))
+DIMS = (64, 128)
+BOTH = ("forward", "backward")
+
+
+@functools.cache
+def machine(case: Case, arch: str = "90") -> tuple[compiler.Code, compiler.Work]:
+    launch = compiler.launch_of(case)
+    return compiler.code(launch, compiler.target(arch), case.double_eps), compiler.work(launch)
+
+
+FLUX = [Case(kernel, dim, heads) for kernel, dim, heads in itertools.product(BOTH, DIMS, HEADS)]
+# One of each against the others: dtypes, roundings, layouts.
+OTHERS = [
+    Case("forward", 128, (24, 24), "fp16", "fp16"),
+    Case("backward", 64, (24, 24), "fp16", "fp16"),
+    Case("forward", 128, (24, 24), "fp32", "fp32"),
+    Case("backward", 128, (24, 24), "fp32", "fp32"),
+    Case("forward", 64, (24, 24), "bf16", "fp32"),
+    Case("backward", 128, (24, 24), "bf16", "fp32", "input"),
+    Case("forward", 128, (24,), "bf16", None),
+    Case("forward", 128, (24, 8)),
+    Case("backward", 128, (24, 24), layout="batched"),
+    Case("forward", 64, (24, 24), layout="heads first"),
+    Case("backward", 128, (24,), layout="flat, a tail"),
+]
+WIDE = [
+    Case("backward" if dim in (80, 112, 256, 512, 1536, 5120, 8192) else "forward", dim, (1,), layout="flat")
+    for dim in (80, 96, 112, 256, 512, 1280, 1536, 3072, 5120, 8192)
+]
+
+
+def name(case: Case) -> str:
+    heads = "+".join(map(str, case.heads))
+    return f"{case.kernel}-{case.dim}-{heads}-{case.dtype}-{case.weight}-{case.rounding}-{case.layout}"
+
+
+@pytest.mark.parametrize("case", FLUX + OTHERS, ids=name)
+def test_nothing_spills_no_float64_no_barrier_in_the_loop_and_every_access_is_128_bits_wide(case):
+    code, _ = machine(case)
+    assert (code.spills, code.float64(), code.barriers()) == (0, 0, 0)
+    assert set(code.accesses("load")) - ({32} if case.kernel == "backward" else set()) == {128}  # 32: rstd
+    assert set(code.accesses("store")) == {128}
+
+
+@pytest.mark.parametrize("case", WIDE, ids=name)
+def test_no_tile_that_launch_picks_spills(case):
+    code, _ = machine(case)
+    assert (code.spills, code.float64()) == (0, 0)
+
+
+@pytest.mark.parametrize("case", FLUX, ids=name)
+def test_each_tensor_is_read_once_and_written_once(case):
+    code, work = machine(case)
+    itemsize, (reads, writes) = work.itemsize, work.tensors
+    read = sum(bits // 8 * n for bits, n in code.accesses("load").items() if bits == 128) * code.threads
+    assert read == work.padded * itemsize * reads
+    assert code.bytes("store") == work.padded * itemsize * writes
+
+
+@pytest.mark.parametrize(("dim", "heads"), itertools.product(DIMS, HEADS))
+def test_instructions_an_element_stay_within_the_bars(dim, heads):
+    # "weight" and "input" round in the middle: forward multiplies two halves at once and is cheaper, backward needs the
+    # rounded value widened again for dw, three instructions an element.
+    for rounding, forward, backward in (("once", 6.5, 9.7), ("weight", 6.5, 13.0), ("input", 6.5, 13.0)):
+        if rounding != "once" and heads != (24, 24):
+            continue
+        for kernel, bar in (("forward", forward), ("backward", backward)):
+            assert compiler.instructions(*machine(Case(kernel, dim, heads, rounding=rounding))) <= bar
+
+
+def test_occupancy_is_not_what_the_count_is_bought_with():
+    for dim in DIMS:
+        for kernel, least in (("forward", 20), ("backward", 16)):
+            code, _ = machine(Case(kernel, dim, (24, 24)))
+            warps, _ = code.occupancy()
+            assert warps >= least
+            assert 16 * code.bytes_in_flight() >= 25 * 1024  # what an H200 needs, by the warps that are launched
+
+
+def test_a_float64_eps_is_converted_once_and_spreads_no_further():
+    code, _ = machine(Case("forward", 128, (24, 24), double_eps=True))
+    assert code.float64(loop=True) == 0
+    assert code.float64() <= 1
+
+
+def test_unaligned_rows_compile_to_narrow_accesses():
+    code, _ = machine(Case("forward", 64, (24, 24), layout="unaligned"))
+    assert set(code.accesses("load")) == {16}
+    assert code.spills == 0
+
+
+@pytest.mark.parametrize("arch", ["75", "80", "86", "89", "100", "120"])
+def test_every_target_has_wide_accesses_and_no_spill(arch):
+    dtype = "fp16" if arch == "75" else "bf16"
+    kernel = "forward" if arch in ("80", "89") else "backward"
+    code, _ = machine(Case(kernel, 128, (24, 24), dtype, dtype), arch)
+    assert (code.spills, code.float64(), code.barriers()) == (0, 0, 0)
+    assert set(code.accesses("store")) == {128}
+
+
+def test_amds_target_compiles_without_a_spill():
+    code, _ = machine(Case("backward", 128, (24, 24)), "gfx942")
+    assert code.spills == 0
+    assert set(code.accesses("store")) == {64}  # 64 lanes a wavefront: half the width is the same line of memory
+
+
+def test_the_reduction_does_not_spill():
+    code, _ = machine(Case("reduce", 128, (24, 24)))
+    assert (code.spills, code.float64()) == (0, 0)
