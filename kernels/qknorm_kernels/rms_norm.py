@@ -9,6 +9,7 @@ Dimensions: rows are [tokens, heads, D] in the order of the output, which is con
 strided input is walked in that order.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -748,6 +749,9 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 1
 
 
+_compiling = threading.RLock()  # Triton's front end is not made for threads, and autograd has some of its own
+
+
 def _compile(
     kernel: Any, head: tuple[Any, ...], tail: tuple[Any, ...], shape: tuple[int, int], warps: int, index: int
 ) -> _Plan:
@@ -758,7 +762,7 @@ def _compile(
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         return lambda *head: kernel[shape](*head, *tail, num_warps=warps)
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
-    with _on_device(index):
+    with _compiling, _on_device(index):
         compiled = kernel.warmup(*head, *tail, grid=shape, num_warps=warps, num_stages=1)
         run = compiled.run  # loads it
     columns, tokens = shape
