@@ -34,7 +34,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["qknorm", "qknorm_kernels", "qknorm_benchmarks"],
+    packages=["qknorm", "qknorm.processors", "qknorm_kernels", "qknorm_benchmarks"],
     package_dir={"qknorm_kernels": "kernels/qknorm_kernels", "qknorm_benchmarks": "kernels/benchmarks"},
     package_data={"qknorm": ["py.typed"]},
     install_requires=["torch>=2.11"],

@@ -169,6 +169,12 @@ class QKBiasRMSNorm(QKRMSNorm):
 
 _KIN = {cls.weight_name: cls for cls in (QKRMSNorm, QKScaleRMSNorm, QKGammaRMSNorm)}
 
+
+def is_kin(cls: type) -> bool:
+    """Whether ``cls`` is one of the classes that compute ``qknorm.rms_norm`` and nothing else; subclasses are not."""
+    return any(cls is kin for kin in _KIN.values())
+
+
 _TWINS = {
     "QKLayerNorm": ("torch.nn.modules.normalization", "LayerNorm"),
     "QKLpNorm": ("diffusers.models.normalization", "LpNorm"),

@@ -90,12 +90,13 @@ def _kernels(device: torch.device, dtype: torch.dtype, dim: int) -> Any:
     if obstacle is None:
         return importlib.import_module("qknorm_kernels.rms_norm")
     if device.type != "meta":
-        _warn_once(f"qknorm computes in plain torch, not in its Triton kernels: {obstacle}")
+        warn_once(f"qknorm computes in plain torch, not in its Triton kernels: {obstacle}")
     return None
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns the first time that this process says so."""
     warnings.warn(message, stacklevel=2)
 
 

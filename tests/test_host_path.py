@@ -248,7 +248,7 @@ def test_a_row_too_long_or_triton_missing_is_a_reason(monkeypatch):
 def test_falling_back_on_an_accelerator_warns_once_for_each_reason_and_never_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     ops._kernels.cache_clear()
-    ops._warn_once.cache_clear()
+    ops.warn_once.cache_clear()
     device = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match="plain torch.*capability") as caught:
         found = [ops._kernels(device, torch.float16, dim) for dim in (64, 64, 128)]

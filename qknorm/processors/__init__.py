@@ -1,0 +1,1 @@
+"""Attention processors of diffusers that run norm and RoPE of q and k in one call."""
