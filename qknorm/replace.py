@@ -53,7 +53,7 @@ def find_qk_norms(model: nn.Module) -> list[tuple[str, nn.Module | None, Adapter
     """Every q/k norm of ``model``: its name, the module (None where the model has none there), and its adapter, or, as
     a string, why it would be skipped. Nothing is changed.
     """
-    _check_model(model)
+    check_model(model)
     return [(slot.fqn, slot.module, slot.verdict) for slot in _slots(model, None)]
 
 
@@ -74,7 +74,7 @@ def replace_qk_norms(model: nn.Module, *, filter: Filter | None = None, backend:
     Raises:
         TypeError, ValueError, RuntimeError: ``model`` is no module, ``backend`` is unknown or cannot run.
     """
-    _check_model(model)
+    check_model(model)
     functional.check_options("once", backend)
     if backend == "triton":
         functional.backend_for(next(model.parameters(), torch.empty(0)), backend)
@@ -100,7 +100,7 @@ def restore_qk_norms(model: nn.Module) -> Report:
 
     Class, attributes, ``state_dict`` and Parameter identity are guaranteed; the identity of the module object is not.
     """
-    _check_model(model)
+    check_model(model)
     report = Report("restore_qk_norms")
     made: dict[int, nn.Module] = {}
     places: list[_Place] = []
@@ -273,6 +273,6 @@ def _wrapper_name(module: nn.Module) -> str | None:
     return None
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""What every fused processor shares: which norms it may read, the call of the fused norm + RoPE, and the dispatch.
+"""What every fused processor shares: which norms it may read, the call of the fused norm + RoPE, and the attention.
 
 Imports nothing of diffusers until a processor runs.
 """
@@ -37,8 +37,8 @@ class FusedProcessor:
     norms: ClassVar[tuple[str, ...]] = ("norm_q", "norm_k")
     context_norms: ClassVar[tuple[str, ...]] = ("norm_added_q", "norm_added_k")
     interleaved: ClassVar[bool] = True
-    # None: as autocast has it; else what the model's own code does, in every dtype.
-    round_before_rope: ClassVar[bool | None] = None
+    projections_fuse: ClassVar[bool] = False  # whether the stock class looks at ``attn.fused_projections``
+    round_before_rope: ClassVar[bool | None] = None  # None: as the norm's class, its weight and autocast have it
 
     def __init__(self, stock: Any = None) -> None:
         self.stock = self.stock_class()() if stock is None else stock
@@ -94,18 +94,47 @@ class FusedProcessor:
             ops.warn_once(f"{type(self).__name__} runs unfused: {obstacle}")
         return False
 
+    def attention(
+        self, attn: Any, x: Tensor, text: Tensor | None, rope: Rope, mask: Tensor | None, head_dim: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections, norm + RoPE and attention of ``x`` and of the text in front of it: [B, S, H * D] of each."""
+        q, k, v = self.projected(attn, x, head_dim, ("to_q", "to_k", "to_v"), "to_qkv")
+        context = None
+        if text is not None:
+            names = ("add_q_proj", "add_k_proj", "add_v_proj")
+            context_q, context_k, context_v = self.projected(attn, text, head_dim, names, "to_added_qkv")
+            context = (context_q, context_k)
+            v = torch.cat([context_v, v], 1)
+        q, k = self.norm_and_rotate(attn, q, k, rope, context)
+        out = self.attend(q, k, v, mask)
+        if text is None:
+            return out, None
+        text_out, out = out.split([text.shape[1], out.shape[1] - text.shape[1]], 1)
+        return out, text_out
+
+    def projected(
+        self, attn: Any, x: Tensor, head_dim: int, names: tuple[str, str, str], fused: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of ``x``, [B, S, H, D]; H is what a tensor-parallel projection leaves of the heads."""
+        if self.projections_fuse and attn.fused_projections:
+            parts = getattr(attn, fused)(x).chunk(3, -1)
+        else:
+            parts = [getattr(attn, name)(x) for name in names]
+        q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+        return q, k, v
+
     def norm_and_rotate(
         self, attn: Any, q: Tensor, k: Tensor, rope: Rope, context: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """q and k, [B, S, H, D], normed and rotated; joint where there is a context, whose q and k stand in front."""
         formula = formula_of(getattr(attn, self.norms[0]))
         assert isinstance(formula, Formula)
-        q_weight, k_weight, *more = (
+        q_weight, k_weight, *more = weights = [
             weight_of(getattr(attn, name), q) for name in self.norms + (self.context_norms if context else ())
-        )
+        ]
         rounded = self.round_before_rope
         if rounded is None:
-            rounded = not torch.is_autocast_enabled(q.device.type)
+            rounded = all(_returns_input_dtype(formula, weight, q) for weight in weights)
         cos, sin = (None if t is None else t.to(q.device) for t in rope)
         return functional.qk_rms_norm_rope(
             q,
@@ -126,35 +155,35 @@ class FusedProcessor:
         """diffusers' attention of [B, S, H, D] by the model's backend; [B, S, H * D] in the dtype of q."""
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+        groups = q.shape[2] // k.shape[2]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
         out = dispatch_attention_fn(
             q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
         return out.flatten(2, 3).to(q.dtype)
 
 
-def projected(
-    attn: Any, x: Tensor, head_dim: int, names: tuple[str, str, str], fused: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of ``x``, [B, S, H, D]; H is what a tensor-parallel projection leaves of the heads."""
-    if fused is not None and getattr(attn, "fused_projections", False):
-        parts = getattr(attn, fused)(x).chunk(3, -1)
-    else:
-        parts = [getattr(attn, name)(x) for name in names]
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
-    return q, k, v
-
-
-QKV = ("to_q", "to_k", "to_v")
-ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
-
-
-def real_rope(rope: Any, head_dim: int) -> bool:
-    """Whether ``rope`` is cos and sin as most models make them: float32, one column for each of the head's."""
+def is_real_rope(rope: Any, columns: int, dtype: torch.dtype | None = torch.float32) -> bool:
+    """Whether ``rope`` is cos and sin, [S, columns] or [B, S, columns], of ``dtype`` where it is not None."""
     return (
         isinstance(rope, tuple | list)
         and len(rope) == 2
-        and all(isinstance(t, Tensor) and t.dtype is torch.float32 and t.shape[-1] == head_dim for t in rope)
+        and all(isinstance(t, Tensor) and t.dim() in (2, 3) and t.shape[-1] == columns for t in rope)
+        and (dtype is None or all(t.dtype is dtype for t in rope))
     )
+
+
+def is_complex_rope(rope: Any, dim: int) -> bool:
+    """Whether ``rope`` is a complex64 tensor of ``dim`` dimensions."""
+    return isinstance(rope, Tensor) and rope.dtype is torch.complex64 and rope.dim() == dim
+
+
+def _returns_input_dtype(formula: Formula, weight: Tensor | None, x: Tensor) -> bool:
+    """Whether the model's own norm hands its result to the RoPE in the dtype of ``x``, and not in float32."""
+    if formula.rounding == "once" and torch.is_autocast_enabled(x.device.type):
+        return False
+    return weight is None or torch.promote_types(weight.dtype, x.dtype) is x.dtype
 
 
 def formula_of(norm: nn.Module | None) -> Formula | str:
