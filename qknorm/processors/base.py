@@ -69,6 +69,11 @@ class FusedProcessor:
         """Whether the attention norms a text stream with weights of its own."""
         return getattr(attn, "added_kv_proj_dim", None) is not None
 
+    def takes(self, attn: Any, x: Tensor, text: Tensor | None, rope: Any) -> bool:
+        """Whether a call has the streams of its attention, and cos and sin of the joint sequence."""
+        sequence = x.shape[1] + (0 if text is None else text.shape[1])
+        return self.is_joint(attn) == (text is not None) and is_real_rope(rope, sequence, attn.head_dim)
+
     def obstacle(self, attn: Any) -> str | None:
         """Why this attention runs unfused, None where it runs fused."""
         names = self.norms + self.context_norms if self.is_joint(attn) else self.norms
@@ -164,19 +169,26 @@ class FusedProcessor:
         return out.flatten(2, 3).to(q.dtype)
 
 
-def is_real_rope(rope: Any, columns: int, dtype: torch.dtype | None = torch.float32) -> bool:
-    """Whether ``rope`` is cos and sin, [S, columns] or [B, S, columns], of ``dtype`` where it is not None."""
+def is_real_rope(rope: Any, sequence: int, columns: int, dtype: torch.dtype | None = torch.float32) -> bool:
+    """Whether ``rope`` is cos and sin, [sequence, columns] or [B, sequence, columns], of ``dtype`` or, if None, any."""
     return (
-        isinstance(rope, tuple | list)
-        and len(rope) == 2
-        and all(isinstance(t, Tensor) and t.dim() in (2, 3) and t.shape[-1] == columns for t in rope)
-        and (dtype is None or all(t.dtype is dtype for t in rope))
+        isinstance(rope, tuple | list) and len(rope) == 2 and all(_is_table(t, sequence, columns, dtype) for t in rope)
     )
 
 
-def is_complex_rope(rope: Any, dim: int) -> bool:
-    """Whether ``rope`` is a complex64 tensor of ``dim`` dimensions."""
-    return isinstance(rope, Tensor) and rope.dtype is torch.complex64 and rope.dim() == dim
+def is_complex_rope(rope: Any, sequence: int, head_dim: int) -> bool:
+    """Whether ``rope`` is cos + i sin, complex64 [sequence, head_dim / 2] or [B, sequence, head_dim / 2]."""
+    return _is_table(rope, sequence, head_dim // 2, torch.complex64)
+
+
+def _is_table(t: Any, sequence: int, columns: int, dtype: torch.dtype | None) -> bool:
+    return (
+        isinstance(t, Tensor)
+        and t.dim() in (2, 3)
+        and t.shape[-2] == sequence
+        and t.shape[-1] == columns
+        and (dtype is None or t.dtype is dtype)
+    )
 
 
 def _returns_input_dtype(formula: Formula, weight: Tensor | None, x: Tensor) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import FusedProcessor, is_real_rope
+from .base import FusedProcessor
 
 
 class FusedFluxAttnProcessor(FusedProcessor):
@@ -22,8 +22,7 @@ class FusedFluxAttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         text, rope = encoder_hidden_states, image_rotary_emb
-        fits = self.is_joint(attn) == (text is not None) and is_real_rope(rope, attn.head_dim)
-        if not fits or not self.runs_fused(attn):
+        if not self.takes(attn, hidden_states, text, rope) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, text, attention_mask, rope)
         assert rope is not None
         out, text_out = self.attention(attn, hidden_states, text, rope, attention_mask, attn.head_dim)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import FusedProcessor, is_real_rope
+from .base import FusedProcessor
 
 
 class FusedFlux2AttnProcessor(FusedProcessor):
@@ -23,8 +23,7 @@ class FusedFlux2AttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         text, rope = encoder_hidden_states, image_rotary_emb
-        fits = self.is_joint(attn) == (text is not None) and is_real_rope(rope, attn.head_dim)
-        if not fits or not self.runs_fused(attn):
+        if not self.takes(attn, hidden_states, text, rope) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, text, attention_mask, rope)
         assert rope is not None
         out, text_out = self.attention(attn, hidden_states, text, rope, attention_mask, attn.head_dim)
@@ -45,7 +44,7 @@ class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         rope = image_rotary_emb
-        if not is_real_rope(rope, attn.head_dim) or not self.runs_fused(attn):
+        if not self.takes(attn, hidden_states, None, rope) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, attention_mask, rope)
         assert rope is not None
         projected = attn.to_qkv_mlp_proj(hidden_states)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import FusedProcessor, is_real_rope
+from .base import FusedProcessor
 
 
 class FusedFlux3AttnProcessor(FusedProcessor):
@@ -22,7 +22,7 @@ class FusedFlux3AttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         rope = image_rotary_emb
-        if not is_real_rope(rope, attn.head_dim) or not self.runs_fused(attn):
+        if not self.takes(attn, hidden_states, None, rope) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, attention_mask, rope)
         assert rope is not None
         out, _ = self.attention(attn, hidden_states, None, rope, attention_mask, attn.head_dim)

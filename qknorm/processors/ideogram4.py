@@ -21,7 +21,7 @@ class FusedIdeogram4AttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         rope = image_rotary_emb
-        if not is_real_rope(rope, attn.head_dim, None) or not self.runs_fused(attn):
+        if not is_real_rope(rope, hidden_states.shape[1], attn.head_dim, None) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, attention_mask, rope)
         assert rope is not None
         tables = (rope[0].float(), rope[1].float())

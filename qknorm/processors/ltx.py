@@ -27,7 +27,7 @@ class FusedLTXVideoAttnProcessor(FusedProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         rope = image_rotary_emb
-        fits = encoder_hidden_states is None and is_real_rope(rope, attn.inner_dim)
+        fits = encoder_hidden_states is None and is_real_rope(rope, hidden_states.shape[1], attn.inner_dim)
         if not fits or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rope)
         assert rope is not None

@@ -20,13 +20,13 @@ class FusedZSingleStreamAttnProcessor(FusedProcessor):
         attention_mask: Tensor | None = None,
         freqs_cis: Tensor | None = None,
     ) -> Tensor:
-        if not is_complex_rope(freqs_cis, 3) or not self.runs_fused(attn):
+        head_dim = attn.inner_dim // attn.heads
+        if not is_complex_rope(freqs_cis, hidden_states.shape[1], head_dim) or not self.runs_fused(attn):
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
         assert freqs_cis is not None
         mask = attention_mask
         if mask is not None and mask.dim() == 2:
             mask = mask[:, None, None, :]
-        head_dim = attn.inner_dim // attn.heads
         out, _ = self.attention(attn, hidden_states, None, (freqs_cis, None), mask, head_dim)
         out = attn.to_out[0](out)
         return attn.to_out[1](out) if len(attn.to_out) > 1 else out
