@@ -2,9 +2,10 @@
 
     python -m qknorm_kernels.compile [--arch 90 ...] [--all] [--liger] [--csv PATH] [--markdown]
 
-By default: q and k in one launch, bfloat16, 24 heads, dims 64 and 128, every rounding, forward and backward, and the
-reduction, for sm_90. ``--all`` adds other heads, dtypes, dims and layouts on sm_90, and every other target. What is
-compiled is what ``rms_norm`` launches for tensors of these shapes: its launches are recorded, none is made here.
+By default: q and k in one launch, bfloat16, 24 heads, dims 64 and 128, every rounding, forward and backward, with and
+without RoPE, and the reduction, for sm_90. ``--all`` adds other heads, dtypes, dims and layouts on sm_90, and every
+other target. What is compiled is what is launched for tensors of these shapes: its launches are recorded, none is made
+here.
 
 All figures are counts of instructions and bytes, not times; they depend on the versions of Triton and ptxas.
 """
@@ -33,10 +34,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import rms_norm
+from . import qk_norm_rope, rms_norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUNDINGS = ("once", "weight", "input")
+TABLES = ("repeated", "shared", "complex")  # of cosines and sines: [S, D], [S, D / 2], complex64 [S, D / 2]
 TOKENS = 4608  # Flux at 1024 px
 
 
@@ -68,7 +70,7 @@ ARCHS = (*LIMITS, "gfx942")
 class Case:
     """Tensors of a call. ``layout``: a key of ``LAYOUTS``; two ``heads``: q and k in one launch."""
 
-    kernel: str = "forward"  # or backward, reduce
+    kernel: str = "forward"  # or backward, reduce, rope forward, rope backward
     dim: int = 128
     heads: tuple[int, ...] = (24,)
     dtype: str = "bf16"
@@ -77,6 +79,9 @@ class Case:
     layout: str = "qkv"
     save: bool = True  # rstd
     double_eps: bool = False  # as Inductor passes a Python float
+    interleaved: bool = True
+    table: str = "repeated"  # of TABLES
+    rounded: bool = False  # before the rotation
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,8 @@ def launch_of(case: Case) -> Launch:
     """What ``rms_norm`` launches for the case; raises where that is no single launch."""
     if not isinstance(rms_norm.forward_kernel, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
+    if case.kernel.startswith("rope"):
+        return _rope_launch_of(case)
     dtype = DTYPES[case.dtype]
     operands: list[tuple[Any, ...]] = []
     for x in LAYOUTS[case.layout](case.heads, case.dim, dtype):
@@ -187,6 +194,25 @@ def launch_of(case: Case) -> Launch:
     raise ValueError(f"{case} is not one launch of the {case.kernel} kernel")
 
 
+def _rope_launch_of(case: Case) -> Launch:
+    backward = case.kernel == "rope backward"
+    tensors: list[tuple[Any, ...]] = []
+    for x in LAYOUTS[case.layout](case.heads, case.dim, DTYPES[case.dtype]):
+        weight = None if case.weight is None else _empty(case.dim, dtype=DTYPES[case.weight])
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rstd = _empty(*x.shape[:-1], dtype=torch.float32) if case.save else None
+        tensors.append((x, torch.empty_like(out), weight, rstd, out) if backward else (x, weight, out, rstd))
+    columns = case.dim // 2 if case.table == "shared" else case.dim
+    tables = (*(_empty(x.shape[1], columns, dtype=torch.float32) for _ in "cs"), case.table == "complex")
+    options = (False, case.rounding, case.interleaved)
+    if backward:
+        results = tuple(None if t[2] is None else torch.empty_like(t[2]) for t in tensors)
+        launches = recorded(lambda: qk_norm_rope._plan_backward(tuple(tensors), *tables, results, *options))
+    else:
+        launches = recorded(lambda: qk_norm_rope._plan_forward(tuple(tensors), *tables, *options, case.rounded))
+    return launches[0]
+
+
 def compiled(launch: Launch, at: GPUTarget, double_eps: bool = False) -> dict[str, Any]:
     """Every stage of the launch's kernel, compiled as Triton's own look-up would."""
     kernel = launch.kernel
@@ -200,12 +226,15 @@ def compiled(launch: Launch, at: GPUTarget, double_eps: bool = False) -> dict[st
         if double_eps:
             signature = {**signature, "eps": "fp64"}
         source = ASTSource(kernel, signature, constants, attributes)
-        return triton.compile(source, target=at, options=options.__dict__).asm
+        with triton.knobs.compilation.scope():
+            # What lies in Triton's cache may come from a file of another place or age, and names its lines.
+            triton.knobs.compilation.always_compile = True
+            return triton.compile(source, target=at, options=options.__dict__).asm
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """A machine instruction, and the line of Python that it comes from."""
+    """A machine instruction, and the line of the kernel's own body that it comes from."""
 
     text: str
     source: str
@@ -229,8 +258,9 @@ class Instruction:
 
     @property
     def of_tensor(self) -> bool:
-        """Whether an access is of x, y, dy or dx: all but rstd, the weight and the sums of its gradient."""
-        return self.access is not None and not re.search(r"rstd|\bd?w_|weight|partial", self.source, re.IGNORECASE)
+        """Whether an access is of x, y, dy or dx: all but rstd, the weight, the sums of its gradient, cos and sin."""
+        others = r"rstd|\bd?w_|weight|partial|cos|sin|table"
+        return self.access is not None and not re.search(others, self.source, re.IGNORECASE)
 
     @property
     def is_float64(self) -> bool:
@@ -337,13 +367,13 @@ def _sass(cubin: bytes, at: GPUTarget, warps: int) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        listing = _run_tool("nvdisasm", "-c", "-g", "-ndf", str(path))
+        listing = _run_tool("nvdisasm", "-c", "-gi", "-ndf", str(path))
         usage = _run_tool("cuobjdump", "-res-usage", str(path))
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
     source = ""
     for line in listing.splitlines():
-        if match := re.match(r'\s*//## File "(.*?)", line (\d+)', line):
+        if match := re.match(r'\s*//## File "([^"]*)", line (\d+)$', line):
             source = linecache.getline(match[1], int(match[2]))
         elif match := re.match(r"\s*(\.L\w+):", line):
             labels[match[1]] = len(instructions)
@@ -367,7 +397,10 @@ def _amdgcn(listing: str, at: GPUTarget, warps: int) -> Code:
         if match := re.match(r'\s*\.file\s+(\d+)\s+"(.*?)"(?:\s+"(.*?)")?', line):
             files[match[1]] = str(Path(match[2], match[3] or ""))
         elif match := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
-            source = linecache.getline(files.get(match[1], ""), int(match[2]))
+            place = files.get(match[1], ""), match[2]
+            for name, number in re.findall(r"@\[ (\S+?):(\d+):", line):  # where a function was inlined, outermost last
+                place = next((file for file in files.values() if file.endswith(name)), ""), number
+            source = linecache.getline(place[0], int(place[1]))
         elif match := re.match(r"(\.L\w+):", line):
             labels[match[1]] = len(instructions)
         elif match := re.match(r"\s+([a-z]+_\w+.*?)\s*(?:;.*)?$", line):
@@ -388,7 +421,7 @@ class Work:
     padded: int  # with those that are masked
     tensors: tuple[int, int]  # read, written
     itemsize: int
-    rstd: float  # bytes of it an element
+    rstd: float  # bytes of it an element, and of cos and sin
     tile: str
     warps_launched: int | None  # a multiprocessor, where the grid is sized by it
     notes: dict[str, Any] = field(default_factory=dict)
@@ -404,8 +437,10 @@ def work(launch: Launch) -> Work:
         return Work(elements, elements, (1, 0), 4, 0, tile, None)
     height = named["ROWS"] * named["GROUPS"]
     width = triton.next_power_of_2(triton.cdiv(dim, named["CHUNKS"])) * named["CHUNKS"]
-    rows = float(height) if named["FLAT"] else (named["rows"] + (named["rows2"] or 0)) / grid[0]
+    rows = float(height) if named.get("FLAT") else (named["rows"] + (named["rows2"] or 0)) / grid[0]
     backward = launch.kernel.__name__ == "backward_kernel"
+    rope = "ROTARY" in named
+    tables = sum(named[name].shape[-1] * 4 for name in ("cos", "sin")) / (grid[0] * rows * dim) if rope else 0
     reads = 2 if backward else 1
     writes = named["dx"] is not None if backward else 1
     return Work(
@@ -413,7 +448,7 @@ def work(launch: Launch) -> Work:
         height * width,
         (reads, int(writes)),
         named["x"].itemsize,
-        4 / dim if named["rstd"] is not None else 0,
+        (4 / dim if named["rstd"] is not None else 0) + tables,
         f"{named['ROWS']} x {named['GROUPS']} x {named['CHUNKS']}",
         math.prod(grid) * launch.options["num_warps"],  # a device that is not there has one multiprocessor
     )
@@ -478,14 +513,18 @@ def report(case: Case, arch: str) -> dict[str, Any]:
     launch = launch_of(case)
     task = work(launch)
     eps = ", float64 eps" if case.double_eps else ""
+    rope = ""
+    if case.kernel.startswith("rope"):
+        rope = f"{'interleaved' if case.interleaved else 'half-split'}, {case.table}{', rounded' * case.rounded}"
     return {
-        "kernel": case.kernel + ("" if case.save or case.kernel != "forward" else ", no rstd"),
+        "kernel": case.kernel + ("" if case.save else ", no rstd"),
         "target": arch if arch.startswith("gfx") else f"sm_{arch}",
         "x": case.dtype,
         "weight": case.weight or "none",
         "dim": case.dim,
         "heads": "+".join(map(str, case.heads)),
         "rounding": case.rounding + eps,
+        "rope": rope,
         "layout": case.layout,
         "launch": "q and k" if len(case.heads) == 2 else "single",
         "tile": task.tile,
@@ -506,6 +545,18 @@ def cases(full: bool) -> list[Case]:
         for rounding in ROUNDINGS
     ]
     result += [Case("reduce", 128, (24, 24))]
+    result += [
+        Case(kernel, dim, (24, 24), rounding=rounding, rounded=rounded, interleaved=interleaved)
+        for dim in (64, 128)
+        for interleaved in (True, False)
+        for kernel, rounding, rounded in (
+            ("rope forward", "once", False),
+            ("rope forward", "once", True),
+            ("rope forward", "weight", True),
+            ("rope backward", "once", False),
+            ("rope backward", "weight", False),  # what is rounded after the weight is nothing to a gradient
+        )
+    ]
     if full:
         single = [Case(kernel, dim, (24,)) for kernel in both for dim in (64, 128)]
         mixed = [
@@ -539,6 +590,39 @@ def cases(full: bool) -> list[Case]:
             *(Case("reduce", dim, (1,), layout="flat") for dim in (3072,)),
             Case("reduce", 128, (24, 24), "fp32", "fp32"),
         ]
+        ropes = ("rope forward", "rope backward")
+        other += [
+            *(Case(kernel, dim, (count, count)) for kernel in ropes for dim in (64, 128) for count in (30, 32, 48)),
+            *(
+                Case(kernel, dim, (24, 24), table=table)
+                for kernel in ropes
+                for dim in (64, 128)
+                for table in TABLES[1:]
+            ),
+            *(
+                Case(kernel, dim, (24, 24), dtype, weight)
+                for dtype, weight in (("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("bf16", None))
+                for dim in (64, 128)
+                for kernel in ropes
+            ),
+            *(
+                Case(kernel, dim, (24, 24), interleaved=i)
+                for kernel in ropes
+                for dim in (96, 256)
+                for i in (True, False)
+            ),
+            *(
+                Case(kernel, 128, heads, layout=layout)
+                for layout, heads in (
+                    ("qkv", (25, 25)),
+                    ("qkv", (24, 8)),
+                    ("batched", (24, 24)),
+                    ("heads first", (24, 24)),
+                )
+                for kernel in ropes
+            ),
+            *(Case("rope forward", dim, (24, 24), save=False) for dim in (64, 128)),
+        ]
         result += single + mixed + wide + layouts + other
     return result
 
@@ -555,6 +639,12 @@ def _core(arch: str) -> list[Case]:
         ),
         *(Case(kernel, 3072, (1,), dtypes[0], dtypes[0], layout="flat") for kernel in ("forward", "backward")),
         Case("reduce", 128, (24, 24), dtypes[0], dtypes[0]),
+        *(
+            Case(kernel, dim, (24, 24), dtypes[0], dtypes[0], interleaved=interleaved)
+            for dim in (64, 128)
+            for kernel in ("rope forward", "rope backward")
+            for interleaved in (True, False)
+        ),
     ]
 
 
@@ -592,6 +682,7 @@ def liger_rows(arch: str) -> Iterator[dict[str, Any]]:
                     "dim": dim,
                     "heads": "24",
                     "rounding": rounding,
+                    "rope": "",
                     "layout": "flat, few rows" if rows == 1 else "flat",
                     "launch": "single",
                     "tile": task.tile,
@@ -624,6 +715,7 @@ _SCREEN = {
     "dim": "dim",
     "heads": "heads",
     "rounding": "rounding",
+    "rope": "RoPE",
     "layout": "layout",
     "tile": "tile",
     "warps": "warps",

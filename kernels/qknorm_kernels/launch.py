@@ -115,22 +115,24 @@ def rope_tile(
     lane = _ACCESS // itemsize
     if rotary % 8 or rotary > dim:
         return None
-    for width in (8 * lane, 4 * lane, 2 * lane, lane):
-        chunks = dim // width
-        pairs = interleaved or (rotary % (2 * width) == 0 and (dim - rotary) % (2 * width) == 0)
-        if dim % width or chunks < (1 if interleaved else 2) or not pairs or chunks * lane > 40:
-            continue
-        if chunks == 1 and width > 4 * lane:  # two chunks a row
-            continue
-        height = _LANES * lane // width
-        limit = max(1, 96 // (chunks * lane))
-        groups = min(
-            range(1, limit * 4 // 3 + 1),
-            key=lambda g: (sum(_overhang(r, height * g, False) for r in rows), abs(limit - g), -g),
-        )
-        most = (64 if backward else 96) // (_ACCESS * chunks * (2 if backward else 1))
-        batch = max(b for b in range(1, groups + 1) if groups % b == 0 and (b <= most or b == 1))
-        return Tile(height, groups, batch, chunks, lane if wide else 1, 1)
+    # Elements of a row that a lane holds: 32 spill backward where halves are split (dim 256).
+    for held in (24, 40) if backward else (40,):
+        for width in (8 * lane, 4 * lane, 2 * lane, lane, 16 * lane, 32 * lane):
+            chunks = dim // width
+            pairs = interleaved or (rotary % (2 * width) == 0 and (dim - rotary) % (2 * width) == 0)
+            if dim % width or chunks < (1 if interleaved else 2) or not pairs or chunks * lane > held:
+                continue
+            if chunks == 1 and width > 4 * lane:  # two chunks a row
+                continue
+            height = _LANES * lane // width
+            limit = max(1, 96 // (chunks * lane))
+            groups = min(
+                range(1, limit * 4 // 3 + 1),
+                key=lambda g: (sum(_overhang(r, height * g, False) for r in rows), abs(limit - g), -g),
+            )
+            most = (64 if backward else 96) // (_ACCESS * chunks * (2 if backward else 1))
+            batch = max(b for b in range(1, groups + 1) if groups % b == 0 and (b <= most or b == 1))
+            return Tile(height, groups, batch, chunks, lane if wide else 1, 1)
     return None
 
 

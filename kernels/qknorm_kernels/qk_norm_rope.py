@@ -22,6 +22,7 @@ from .rms_norm import (
     _accumulate,
     _compile,
     _kind,
+    _multiplies_native,
     _normed_dtype,
     _plain_weight,
     _plans,
@@ -69,8 +70,9 @@ def _weights(
     INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     OFFSET: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Factors in float32 of all units: a and b in turn."""
+    """Factors of all units, a and b in turn: in float32 (NATIVE: in the weight's dtype)."""
     columns = tl.arange(0, C // 2 if PACKED else C)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     factors = ()
     for u in tl.static_range(UNITS):
@@ -82,6 +84,8 @@ def _weights(
             a, b = _halves(first, second, ROWS, C, PACKED, False)
         if OFFSET:  # the sum is taken in the weight's own dtype
             a, b = _round(a + 1.0, weight.dtype.element_ty), _round(b + 1.0, weight.dtype.element_ty)
+        if NATIVE:
+            a, b = a.to(weight.dtype.element_ty), b.to(weight.dtype.element_ty)
         factors = factors + (a, b)
     return factors
 
@@ -218,10 +222,12 @@ def forward_kernel(
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
     FOLD: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """y = rotate(x * rstd * weight). Grid: (tiles of a token's rows, of q and of k; programs that share the tokens).
 
-    NORMED and SCALED are the dtypes that the normed and the scaled value are rounded to, FOLD says that neither is.
+    NORMED and SCALED are the dtypes that the normed and the scaled value are rounded to, FOLD says that neither is;
+    NATIVE that both are the weight's, so that the product is taken in it, two at a time.
     """
     C: tl.constexpr = DIM // CHUNKS
     UNITS: tl.constexpr = CHUNKS if INTERLEAVED else CHUNKS // 2
@@ -245,7 +251,7 @@ def forward_kernel(
     lane = _rows(row, row_stride // HALVES, ROW_STRIDE // HALVES, ALIGN // HALVES)[:, None] + columns
     rows_left = rows - first_row
     if weight is not None:
-        factors = _weights(weight, ROWS, C, UNITS, ROTARY, INTERLEAVED, PACKED_WEIGHT, OFFSET)
+        factors = _weights(weight, ROWS, C, UNITS, ROTARY, INTERLEAVED, PACKED_WEIGHT, OFFSET, NATIVE)
     for t in range(tl.program_id(1), tokens, tl.num_programs(1)):
         x_t = x + _token(t, sequence, batch_stride, token_stride, BATCHED, ALIGN)
         y_t = y + _token(t, sequence, out_batch_stride, out_token_stride, BATCHED, ALIGN)
@@ -291,7 +297,10 @@ def forward_kernel(
                 y_g = y_t + _rows(g * ROWS, out_row_stride, OUT_ROW_STRIDE, ALIGN)
                 for u in tl.static_range(UNITS):
                     a, b = units[2 * u], units[2 * u + 1]
-                    if not FOLD:
+                    if NATIVE:
+                        a = ((a * r[:, None]).to(NORMED) * factors[2 * u]).to(tl.float32)
+                        b = ((b * r[:, None]).to(NORMED) * factors[2 * u + 1]).to(tl.float32)
+                    elif not FOLD:
                         a, b = _round(a * r[:, None], NORMED), _round(b * r[:, None], NORMED)
                         if weight is not None:
                             a, b = a * factors[2 * u], b * factors[2 * u + 1]
@@ -390,7 +399,7 @@ def backward_kernel(
     dy_lane = _rows(row, out_row_stride // HALVES, OUT_ROW_STRIDE // HALVES, ALIGN // HALVES)[:, None] + columns
     rows_left = rows - first_row
     if weight is not None:
-        factors = _weights(weight, ROWS, C, UNITS, ROTARY, INTERLEAVED, PACKED_WEIGHT, OFFSET)
+        factors = _weights(weight, ROWS, C, UNITS, ROTARY, INTERLEAVED, PACKED_WEIGHT, OFFSET, False)
     if partial is not None:
         sums = ()
         for _ in tl.static_range(2 * UNITS):
@@ -511,7 +520,7 @@ def forward(
     options = (unit_offset, rounding, interleaved, round_before_rope)
     if len(operands) == 2 and _kind(operands[0][1]) != _kind(operands[1][1]):
         return tuple(forward((each,), cos, sin, eps, *options, save)[0] for each in operands)
-    x, weight, _ = operands[0]
+    x = operands[0][0]
     rstds = tuple(x.new_empty(x.shape[:-1], dtype=torch.float32) if save else None for x, *_ in operands)
     if x.numel() == 0:
         return rstds
@@ -522,15 +531,7 @@ def forward(
     )
     key = ("rope", options, save, complex_table, cos.shape, x.dtype, x.get_device(), _kind(tensors[0][1]))
     key += tuple((t.shape, t.stride(), t.data_ptr() & 15) for x, _, y, _ in tensors for t in (x, y))
-    plan = _plans.get(key)
-    if plan is None:
-        normed = _normed_dtype(x, weight, rounding)
-        scaled = _scaled_dtype(x, weight, rounding, round_before_rope)
-        walked = [(x, y) for x, _, y, _ in tensors]
-        shape, warps, tail = _arrange(walked, cos, complex_table, weight, unit_offset, interleaved, False)
-        tail = (*tail, normed, scaled, normed is None and scaled is None)
-        head = (*tensors[0], *tensors[-1], cos, sin, 0.0)
-        plan = _remember(key, _compile(forward_kernel, head, tail, shape, warps, x.get_device()))
+    plan = _plans.get(key) or _remember(key, _plan_forward(tensors, cos, sin, complex_table, *options))
     plan(*tensors[0], *tensors[-1], cos, sin, eps)
     return rstds
 
@@ -563,21 +564,56 @@ def backward(
     )
     key = ("rope backward", options, wants_dw, complex_table, cos.shape, x.dtype, x.get_device(), _kind(tensors[0][2]))
     key += tuple((t.shape, t.stride(), t.data_ptr() & 15) for x, dy, _, _, dx in tensors for t in (x, dy, dx))
-    plan = _plans.get(key)
-    if plan is None:
-        walked = [(x, dy, dx) for x, dy, _, _, dx in tensors]
-        shape, warps, tail = _arrange(walked, cos, complex_table, weight, unit_offset, interleaved, True)
-        tail = (*tail, _normed_dtype(x, weight, rounding))
-        size = (shape[0] * shape[1], x.shape[-1])
-        partial = x.new_empty(size, dtype=torch.float32) if wants_dw else None
-        head = (*tensors[0], *tensors[-1], cos, sin, partial)
-        start = _compile(backward_kernel, head, tail, shape, warps, x.get_device())
-        reduce = None
-        if wants_dw:
-            reduce = _reduction(partial, results[0], results[1] if len(results) == 2 else None, tail[2] * shape[1])
-        plan = _remember(key, _Backward(start, reduce, size))
+    plan = _plans.get(key) or _remember(key, _plan_backward(tensors, cos, sin, complex_table, results, *options))
     plan(tensors, cos, sin, results)
     return results
+
+
+def _plan_forward(
+    tensors: tuple[Any, ...],
+    cos: Tensor,
+    sin: Tensor,
+    complex_table: bool,
+    unit_offset: bool,
+    rounding: str,
+    interleaved: bool,
+    round_before_rope: bool,
+) -> Any:
+    """What fills y and rstd, called as the kernel is: (x, weight, y, rstd) twice, cos, sin, eps."""
+    x, weight, _, _ = tensors[0]
+    normed = _normed_dtype(x, weight, rounding)
+    scaled = _scaled_dtype(x, weight, rounding, round_before_rope)
+    walked = [(x, y) for x, _, y, _ in tensors]
+    shape, warps, tail = _arrange(walked, cos, complex_table, weight, unit_offset, interleaved, False)
+    native = scaled is not None and scaled is normed and _multiplies_native(normed, weight)
+    tail = (*tail, normed, scaled, normed is None and scaled is None, native)
+    head = (*tensors[0], *tensors[-1], cos, sin, 0.0)
+    return _compile(forward_kernel, head, tail, shape, warps, x.get_device())
+
+
+def _plan_backward(
+    tensors: tuple[Any, ...],
+    cos: Tensor,
+    sin: Tensor,
+    complex_table: bool,
+    results: tuple[Tensor | None, ...],
+    unit_offset: bool,
+    rounding: str,
+    interleaved: bool,
+) -> "_Backward":
+    """What fills dx of (x, dy, weight, rstd, dx), and the dw of each that ``results`` has."""
+    x, _, weight, _, _ = tensors[0]
+    walked = [(x, dy, dx) for x, dy, _, _, dx in tensors]
+    shape, warps, tail = _arrange(walked, cos, complex_table, weight, unit_offset, interleaved, True)
+    tail = (*tail, _normed_dtype(x, weight, rounding))
+    size = (shape[0] * shape[1], x.shape[-1])
+    partial = None if results[0] is None else x.new_empty(size, dtype=torch.float32)
+    head = (*tensors[0], *tensors[-1], cos, sin, partial)
+    start = _compile(backward_kernel, head, tail, shape, warps, x.get_device())
+    reduce = None
+    if partial is not None:
+        reduce = _reduction(partial, results[0], results[1] if len(results) == 2 else None, tail[2] * shape[1])
+    return _Backward(start, reduce, size)
 
 
 class _Backward:

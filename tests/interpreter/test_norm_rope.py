@@ -92,7 +92,7 @@ def test_every_table_and_pairing_in_every_dtype(interleaved, kind, dtype):
     check((2, 2, 3, 64), 2, dtype, interleaved=interleaved, kind=kind)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_every_head_dim(dim, interleaved):
     check((1, 2, 3, dim), 3, torch.float32, interleaved=interleaved)
