@@ -606,10 +606,9 @@ def cases(full: bool) -> list[Case]:
                 for kernel in ropes
             ),
             *(
-                Case(kernel, dim, (24, 24), interleaved=i)
+                Case(kernel, dim, (24, 24), interleaved=interleaved)
                 for kernel in ropes
-                for dim in (96, 256)
-                for i in (True, False)
+                for dim, interleaved in ((96, True), (256, True), (256, False), (512, True), (512, False))
             ),
             *(
                 Case(kernel, 128, heads, layout=layout)
